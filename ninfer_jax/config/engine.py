@@ -1,0 +1,57 @@
+"""What one engine is compiled for: capacities, formats and numeric types. Nothing here changes after start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pallas_kernels.kv_codecs import check_format
+
+PAGE = 64  # tokens in a KV page
+MAX_CONTEXT = 262_144
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Fixed shapes of an engine.
+
+    context: capacity of one slot in tokens, prompt and answer together; None takes the model's own limit, at most
+        262,144. A step costs what the filled length costs, whatever the capacity.
+    slots: sequences that decode side by side, 1 to 4.
+    draft: K, tokens that the MTP head proposes a round, 0 (off) to 5.
+    kv: format of the KV pages, one of `pallas_kernels.kv_codecs.FORMATS`; None takes bf16 on a GPU and f32 on a CPU.
+    prefill_chunk: tokens that one prefill call processes, a multiple of 64.
+    pool: tokens that all slots share in the page pool; None gives every slot its full context.
+    dtype: type of weights and activations; "auto" is bfloat16 on a GPU and float32 on a CPU. Recurrent states,
+        softmax and logits are float32 always.
+    """
+
+    context: int | None = None
+    slots: int = 1
+    draft: int = 0
+    kv: str | None = None
+    prefill_chunk: int = 512
+    pool: int | None = None
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        _between("slots", self.slots, 1, 4)
+        _between("draft", self.draft, 0, 5)
+        if self.context is not None:
+            _between("context", self.context, 1, MAX_CONTEXT)
+        if self.pool is not None:
+            _between("pool", self.pool, 1, 4 * MAX_CONTEXT)
+        _between("prefill_chunk", self.prefill_chunk, PAGE, 8192)
+        if self.prefill_chunk % PAGE:
+            raise ValueError(f"prefill_chunk is {self.prefill_chunk}, it must be a multiple of {PAGE}")
+        if self.kv is not None:
+            check_format(self.kv)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, known are {', '.join(DTYPES)}")
+
+
+def _between(field: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{field} is {value!r}, it must be an integer from {low} to {high}")
+    if not low <= value <= high:
+        raise ValueError(f"{field} is {value}, it must be from {low} to {high}")

@@ -1,0 +1,214 @@
+"""The architecture of one checkpoint, read from its `config.json` and refused where this engine would have to guess."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+# Keys that cannot change what the text tower computes. Everything else is either read, required to hold an
+# implemented value, or refused: a key this engine has never heard of may well be a different architecture.
+_IRRELEVANT = frozenset(
+    "architectures attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range "
+    "is_encoder_decoder label2id language_model_only model_type output_attentions output_hidden_states pad_token_id "
+    "problem_type return_dict tokenizer_class torch_dtype transformers_version use_cache image_token_id video_token_id "
+    "vision_config vision_start_token_id vision_end_token_id text_config max_window_layers _name_or_path".split()
+)
+_READ = frozenset(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
+    "rms_norm_eps max_position_embeddings tie_word_embeddings layer_types full_attention_interval "
+    "mtp_num_hidden_layers rope_parameters partial_rotary_factor rope_theta".split()
+)
+# What the engine implements of the keys that select a variant.
+_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attn_output_gate": (True,),
+    # "swish" names the gate of the delta-rule norm (SiLU); the attention gate is a sigmoid under either value.
+    "output_gate_type": ("swish", None),
+    "mamba_ssm_dtype": ("float32",),
+    "mtp_use_dedicated_embeddings": (False,),
+    "rope_scaling": (None,),
+    "sliding_window": (None,),
+    "use_sliding_window": (False,),
+    "mlp_only_layers": ([], None),
+    "quantization_config": (None,),
+}
+_ROPE_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "rope_type": ("default",),
+    "type": ("default",),
+    "mrope_interleaved": (True,),
+}
+_ROPE_READ = frozenset({"rope_theta", "partial_rotary_factor", "mrope_section"})
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Geometry of a Qwen3.5-family hybrid text tower. Sizes are elements, heads or layers; no field has a default."""
+
+    vocab_size: int  # rows of the embedding; ids that no token has are masked when sampling
+    hidden_size: int
+    intermediate_size: int
+    layer_types: tuple[str, ...]
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int  # leading dims of a head that RoPE turns, rotate-half pairs (i, i + rotary_dim / 2)
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    gdn_key_heads: int
+    gdn_value_heads: int
+    gdn_key_dim: int
+    gdn_value_dim: int
+    conv_width: int
+    rms_norm_eps: float
+    max_positions: int
+    tied_embeddings: bool
+    mtp_layers: int  # 0 or 1
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == FULL)
+
+    @property
+    def gdn_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == LINEAR)
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the depthwise convolution: flat `[q | k | v]`."""
+        return 2 * self.gdn_key_heads * self.gdn_key_dim + self.gdn_value_heads * self.gdn_value_dim
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, what: str) -> None:
+            if not ok:
+                raise ValueError(f"config.json: {what}")
+
+        need(self.query_heads % self.kv_heads == 0, f"num_attention_heads {self.query_heads} is no multiple of num_key_value_heads {self.kv_heads}")
+        need(self.head_dim % 64 == 0, f"head_dim {self.head_dim} is no multiple of 64, the group of the KV formats")
+        need(self.gdn_value_heads % self.gdn_key_heads == 0, f"linear_num_value_heads {self.gdn_value_heads} is no multiple of linear_num_key_heads {self.gdn_key_heads}")
+        need(self.rotary_dim % 2 == 0 and 0 < self.rotary_dim <= self.head_dim, f"partial_rotary_factor gives {self.rotary_dim} rotated dims of {self.head_dim}")
+        need(sum(self.mrope_section) == self.rotary_dim // 2, f"mrope_section {list(self.mrope_section)} does not add up to {self.rotary_dim // 2} frequencies")
+        need(set(self.layer_types) <= {LINEAR, FULL}, f"layer_types holds {sorted(set(self.layer_types) - {LINEAR, FULL})}, known are {LINEAR} and {FULL}")
+        need(self.mtp_layers in (0, 1), f"mtp_num_hidden_layers is {self.mtp_layers}, implemented are 0 and 1")
+        need(self.conv_width >= 2, f"linear_conv_kernel_dim is {self.conv_width}, at least 2 is needed")
+
+    @classmethod
+    def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
+        """Read a Hugging Face `config.json` (a path, or its parsed mapping) of model type `qwen3_5` or `qwen3_5_text`.
+
+        Raises ValueError, on one line, for another model type, a missing key, and any key or value that would
+        change the computation in a way this engine does not implement.
+        """
+        raw = source if isinstance(source, Mapping) else _read_json(Path(source))
+        kind = raw.get("model_type")
+        if kind == "qwen3_5":
+            text = raw.get("text_config")
+            if not isinstance(text, Mapping):
+                raise ValueError("config.json: model_type qwen3_5 needs a text_config object")
+            if text.get("model_type", "qwen3_5_text") != "qwen3_5_text":
+                raise ValueError(f"config.json: text_config.model_type is {text['model_type']!r}, implemented is 'qwen3_5_text'")
+            _refuse_unknown(raw, allow_read=("tie_word_embeddings",))
+            text = {"tie_word_embeddings": raw.get("tie_word_embeddings", False), **text}
+        elif kind == "qwen3_5_text":
+            text = dict(raw)
+        else:
+            raise ValueError(f"config.json: model_type is {kind!r}, implemented are 'qwen3_5' and 'qwen3_5_text'")
+        _refuse_unknown(text, allow_read=_READ)
+        return cls._from_text(text)
+
+    @classmethod
+    def _from_text(cls, text: Mapping[str, Any]) -> ModelConfig:
+        def get(key: str) -> Any:
+            if text.get(key) is None:
+                raise ValueError(f"config.json: {key} is missing")
+            return text[key]
+
+        rope = text.get("rope_parameters")
+        if not isinstance(rope, Mapping):
+            raise ValueError("config.json: rope_parameters is missing (an object with rope_theta, partial_rotary_factor, mrope_section)")
+        _refuse_rope(rope)
+        theta, partial = (rope.get(k, text.get(k)) for k in ("rope_theta", "partial_rotary_factor"))
+        if theta is None or partial is None:
+            raise ValueError("config.json: rope_parameters must give rope_theta and partial_rotary_factor")
+        rotary = int(get("head_dim") * partial)
+        section = rope.get("mrope_section")
+        if section is None:
+            raise ValueError("config.json: rope_parameters.mrope_section is missing")
+        return cls(
+            vocab_size=get("vocab_size"),
+            hidden_size=get("hidden_size"),
+            intermediate_size=get("intermediate_size"),
+            layer_types=_layer_types(text),
+            query_heads=get("num_attention_heads"),
+            kv_heads=get("num_key_value_heads"),
+            head_dim=get("head_dim"),
+            rotary_dim=rotary,
+            rope_theta=float(theta),
+            mrope_section=tuple(section),
+            gdn_key_heads=get("linear_num_key_heads"),
+            gdn_value_heads=get("linear_num_value_heads"),
+            gdn_key_dim=get("linear_key_head_dim"),
+            gdn_value_dim=get("linear_value_head_dim"),
+            conv_width=get("linear_conv_kernel_dim"),
+            rms_norm_eps=get("rms_norm_eps"),
+            max_positions=get("max_position_embeddings"),
+            tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+            mtp_layers=text.get("mtp_num_hidden_layers", 0),
+        )
+
+
+def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
+    count, given, interval = text.get("num_hidden_layers"), text.get("layer_types"), text.get("full_attention_interval")
+    if given is not None:
+        if count is not None and len(given) != count:
+            raise ValueError(f"config.json: layer_types has {len(given)} entries, num_hidden_layers is {count}")
+        return tuple(given)
+    if count is None or interval is None:
+        raise ValueError("config.json: layer_types is missing, and so is num_hidden_layers or full_attention_interval to derive it")
+    return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(count))
+
+
+def _refuse_unknown(keys: Mapping[str, Any], allow_read: tuple[str, ...] | frozenset[str]) -> None:
+    for key, value in keys.items():
+        if key in _IRRELEVANT or key in allow_read:
+            continue
+        if key not in _IMPLEMENTED:
+            raise ValueError(f"config.json: key {key!r} (value {value!r}) is not known to this engine")
+        if value not in _IMPLEMENTED[key]:
+            hint = "; convert the checkpoint first" if key == "quantization_config" else ""
+            raise ValueError(f"config.json: {key} is {value!r}, implemented: {', '.join(map(repr, _IMPLEMENTED[key]))}{hint}")
+
+
+def _refuse_rope(rope: Mapping[str, Any]) -> None:
+    for key, value in rope.items():
+        if key in _ROPE_READ:
+            continue
+        allowed = _ROPE_IMPLEMENTED.get(key, _MISSING)
+        if allowed is _MISSING:
+            raise ValueError(f"config.json: rope_parameters.{key} (value {value!r}) is not known to this engine")
+        if value not in allowed:
+            raise ValueError(f"config.json: rope_parameters.{key} is {value!r}, implemented: {', '.join(map(repr, allowed))}")
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; a model directory holds config.json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{path}: holds {type(raw).__name__}, not an object")
+    return raw

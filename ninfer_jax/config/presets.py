@@ -1,0 +1,39 @@
+"""Geometries known without a checkpoint at hand, for planning and compiling. Source: the published config.json files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ninfer_jax.config.model import FULL, LINEAR, ModelConfig
+
+_QWEN_27B = ModelConfig(
+    vocab_size=248_320,
+    hidden_size=5120,
+    intermediate_size=17_408,
+    layer_types=(LINEAR, LINEAR, LINEAR, FULL) * 16,
+    query_heads=24,
+    kv_heads=4,
+    head_dim=256,
+    rotary_dim=64,
+    rope_theta=1e7,
+    mrope_section=(11, 11, 10),
+    gdn_key_heads=16,
+    gdn_value_heads=48,
+    gdn_key_dim=128,
+    gdn_value_dim=128,
+    conv_width=4,
+    rms_norm_eps=1e-6,
+    max_positions=262_144,
+    tied_embeddings=False,
+    mtp_layers=1,
+)
+
+# The two releases share every shape; weights, tokenizer additions and chat template differ.
+PRESETS: dict[str, ModelConfig] = {"qwen3_6_27b": _QWEN_27B, "qwen3_8_27b": replace(_QWEN_27B)}
+
+
+def preset(name: str) -> ModelConfig:
+    """The geometry called `name`; ValueError lists the known names."""
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is unknown, known are {', '.join(PRESETS)}")
+    return PRESETS[name]

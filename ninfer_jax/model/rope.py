@@ -1,0 +1,40 @@
+"""Partial rotary embedding with interleaved multimodal sections (three position axes, equal for text)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ninfer_jax.config import ModelConfig
+
+
+def axis_of_frequency(config: ModelConfig) -> np.ndarray:
+    """Which position axis (0 time, 1 height, 2 width) turns frequency i, int `[rotary_dim / 2]`.
+
+    Interleaved sections [t, h, w]: frequency i reads height where i % 3 == 1 and i < 3h, width where i % 3 == 2 and
+    i < 3w, time elsewhere.
+    """
+    i = np.arange(config.rotary_dim // 2)
+    _, height, width = config.mrope_section
+    axis = np.zeros_like(i)
+    axis[(i % 3 == 1) & (i < 3 * height)] = 1
+    axis[(i % 3 == 2) & (i < 3 * width)] = 2
+    return axis
+
+
+def rotary(positions: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """cos and sin `[tokens, rotary_dim / 2]` for positions int32 `[3, tokens]`; angles in float32, values in `dtype`."""
+    half = config.rotary_dim // 2
+    inverse = (1.0 / config.rope_theta ** (np.arange(half, dtype=np.float64) * 2 / config.rotary_dim)).astype(np.float32)
+    chosen = positions.astype(jnp.float32)[axis_of_frequency(config)].T
+    angles = chosen * inverse
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turn the leading dims of x `[tokens, heads, head_dim]`: rotate-half pairs (i, i + rotary_dim / 2)."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
