@@ -1,0 +1,150 @@
+"""From logits to one token a row, on the device: penalties, truncation, and a draw keyed by (seed, token index).
+
+The draw of the n-th token of a sequence uses one uniform number that only the seed and n decide. So a sampled answer
+is reproducible, does not depend on the other slots, and comes out the same with drafts and without (see verify.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ninfer_jax.decoding.params import MAX_STOP_IDS, MAX_TOP_LOGPROBS
+
+# Rows whose top_k is at most this sample from that many candidates; only the others pay for sorting the vocabulary.
+CANDIDATES = 64
+
+
+class SamplingState(NamedTuple):
+    """Settings and history, one row a slot (S slots, V vocabulary rows).
+
+    temperature, top_p, min_p, presence, frequency, repetition float32 `[S]`; top_k int32 `[S]` (0: off); key uint32
+    `[S, 2]` (the seed); emitted int32 `[S]`: tokens drawn so far; top_logprobs bool `[S]`; stop_ids int32
+    `[S, 16]`, -1 where unused; bias float32, counts int32 (generated tokens) and in_prompt bool `[S, V]`.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    repetition: jax.Array
+    key: jax.Array
+    emitted: jax.Array
+    top_logprobs: jax.Array
+    stop_ids: jax.Array
+    bias: jax.Array
+    counts: jax.Array
+    in_prompt: jax.Array
+
+
+class Choice(NamedTuple):
+    """Per row: token int32 `[rows]`, its log-probability float32 `[rows]`, and the 20 most likely tokens `[rows, 20]`
+    with theirs (zeros unless the slot asked), all from the unmodified distribution."""
+
+    token: jax.Array
+    logprob: jax.Array
+    top_tokens: jax.Array
+    top_logprobs: jax.Array
+
+
+def sampling_struct(slots: int, vocab: int) -> SamplingState:
+    """Shapes and dtypes of a `SamplingState`."""
+    number, integer = jax.ShapeDtypeStruct((slots,), jnp.float32), jax.ShapeDtypeStruct((slots,), jnp.int32)
+    return SamplingState(
+        temperature=number, top_k=integer, top_p=number, min_p=number, presence=number, frequency=number,
+        repetition=number, key=jax.ShapeDtypeStruct((slots, 2), jnp.uint32), emitted=integer,
+        top_logprobs=jax.ShapeDtypeStruct((slots,), jnp.bool_),
+        stop_ids=jax.ShapeDtypeStruct((slots, MAX_STOP_IDS), jnp.int32),
+        bias=jax.ShapeDtypeStruct((slots, vocab), jnp.float32), counts=jax.ShapeDtypeStruct((slots, vocab), jnp.int32),
+        in_prompt=jax.ShapeDtypeStruct((slots, vocab), jnp.bool_),
+    )  # fmt: skip
+
+
+def choose(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: int) -> Choice:
+    """Draw a token for every row.
+
+    logits float32 `[S, rows, V]`; drafts int32 `[S, rows - 1]`: row r is drawn as if drafts[:r] had been generated.
+    Ids from `valid` on are padding rows of the matrix and never drawn. Results are `[S * rows]`-shaped per `Choice`.
+    """
+    slots, rows, vocab = logits.shape
+    logits = jnp.where(jnp.arange(vocab) < valid, logits, -jnp.inf)
+    adjusted = _adjust(logits, state, drafts)
+    token = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    sampling = state.temperature > 0
+    index = state.emitted[:, None] + jnp.arange(rows)
+    token = jax.lax.cond(
+        jnp.any(sampling),
+        lambda: jnp.where(sampling[:, None], _draw(adjusted, state, index), token),
+        lambda: token,
+    )
+    log_total = jax.nn.logsumexp(logits, axis=-1)
+    logprob = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0] - log_total
+    top = min(MAX_TOP_LOGPROBS, vocab)
+
+    def most_likely() -> tuple[jax.Array, jax.Array]:
+        values, ids = jax.lax.top_k(logits, top)
+        return ids.astype(jnp.int32), values - log_total[..., None]
+
+    nothing = (jnp.zeros((slots, rows, top), jnp.int32), jnp.zeros((slots, rows, top), jnp.float32))
+    top_tokens, top_logprobs = jax.lax.cond(jnp.any(state.top_logprobs), most_likely, lambda: nothing)
+    return Choice(token, logprob, top_tokens, top_logprobs)
+
+
+def _adjust(logits: jax.Array, state: SamplingState, drafts: jax.Array) -> jax.Array:
+    """Repetition, presence and frequency penalties, then biases."""
+
+    def adjusted() -> jax.Array:
+        rows = []
+        counts = state.counts
+        for row in range(logits.shape[1]):
+            if row:
+                counts = counts.at[jnp.arange(counts.shape[0]), drafts[:, row - 1]].add(1)
+            x, generated = logits[:, row], counts > 0
+            repetition = state.repetition[:, None]
+            repeated = jnp.where(x > 0, x / repetition, x * repetition)
+            x = jnp.where(generated | state.in_prompt, repeated, x)
+            x = x - generated * state.presence[:, None] - counts * state.frequency[:, None]
+            rows.append(x + state.bias)
+        return jnp.stack(rows, axis=1)
+
+    changes = (state.presence != 0) | (state.frequency != 0) | (state.repetition != 1) | jnp.any(state.bias != 0, axis=1)
+    return jax.lax.cond(jnp.any(changes), adjusted, lambda: logits)
+
+
+def _draw(adjusted: jax.Array, state: SamplingState, index: jax.Array) -> jax.Array:
+    vocab = adjusted.shape[-1]
+    scaled = adjusted / jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
+    uniform = jax.vmap(lambda key, n: jax.vmap(lambda i: _uniform(key, i))(n))(state.key, index)
+    values, ids = jax.lax.top_k(scaled, min(CANDIDATES, vocab))
+    few = _draw_sorted(values, ids, state, uniform)
+    narrow = (state.top_k > 0) & (state.top_k <= values.shape[-1])
+
+    def from_all() -> jax.Array:
+        order = jnp.argsort(-scaled, axis=-1, stable=True)
+        many = _draw_sorted(jnp.take_along_axis(scaled, order, axis=-1), order, state, uniform)
+        return jnp.where(narrow[:, None], few, many)
+
+    return jax.lax.cond(jnp.all(narrow | (state.temperature <= 0)), lambda: few, from_all)
+
+
+def _draw_sorted(values: jax.Array, ids: jax.Array, state: SamplingState, uniform: jax.Array) -> jax.Array:
+    """Inverse transform over candidates sorted from the most likely: every truncation keeps a prefix of them."""
+    rank = jnp.arange(values.shape[-1])
+    top_k = jnp.where(state.top_k > 0, state.top_k, values.shape[-1])[:, None, None]
+    p = jax.nn.softmax(jnp.where(rank < top_k, values, -jnp.inf), axis=-1)
+    before = jnp.cumsum(p, axis=-1) - p
+    keep = (rank < top_k) & (before < state.top_p[:, None, None]) & (p >= state.min_p[:, None, None] * p[..., :1])
+    keep = keep | (rank == 0)
+    reach = jnp.cumsum(jnp.where(keep, p, 0.0), axis=-1)
+    # At most the last kept one, even where rounding leaves the sum just below the target.
+    chosen = jnp.sum(reach <= uniform[..., None] * reach[..., -1:], axis=-1)
+    chosen = jnp.minimum(chosen, jnp.sum(keep & (p > 0), axis=-1) - 1)
+    return jnp.take_along_axis(ids, chosen[..., None], axis=-1)[..., 0].astype(jnp.int32)
+
+
+def _uniform(key: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), index))

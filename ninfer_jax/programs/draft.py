@@ -1,0 +1,62 @@
+"""Drafting with the MTP head: realign it with what was really emitted, then propose K tokens, greedily."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ninfer_jax.config import PAGE
+from ninfer_jax.model import TextModel
+from ninfer_jax.model.attention import Heads
+from ninfer_jax.state import State
+from pallas_kernels.attention import KVPages, append, decode_attention
+
+
+def propose(
+    model: TextModel, state: State, tokens: jax.Array, hidden: jax.Array, position: jax.Array, emitted: jax.Array, kv: str, valid_ids: int
+) -> State:
+    """New drafts for every slot that emitted something.
+
+    tokens int32 `[S, R]`, of which `emitted` int32 `[S]` were output; hidden `[S, R, hidden]`: the target's final-normed
+    hidden that each was drawn from; position int32 `[S]`: where row 0 stands. Row r is the MTP slot at position + r:
+    it reads (tokens[r], hidden[r]). These rows overwrite what earlier drafts guessed there.
+    """
+    pool = state.mtp_kv
+    y, pool = _mtp_rows(model, state, pool, tokens, hidden, position, emitted > 0, kv)
+    row = jnp.maximum(emitted - 1, 0)
+    y = jnp.take_along_axis(y, row[:, None, None], axis=1)
+    drafts = [_most_likely(model, y, valid_ids)]
+    for step in range(1, state.slots.drafts.shape[1]):
+        # A draft's own output stands in for the hidden that the target has not computed yet.
+        y, pool = _mtp_rows(model, state, pool, drafts[-1][:, None], y, position + row + step, emitted > 0, kv)
+        drafts.append(_most_likely(model, y, valid_ids))
+    proposed = jnp.where((emitted > 0)[:, None], jnp.stack(drafts, axis=1), state.slots.drafts)
+    return state._replace(mtp_kv=pool, slots=state.slots._replace(drafts=proposed))
+
+
+def _mtp_rows(
+    model: TextModel, state: State, pool: KVPages, tokens: jax.Array, hidden: jax.Array, position: jax.Array, active: jax.Array, kv: str
+) -> tuple[jax.Array, KVPages]:
+    """The MTP layer over `[S, R]` rows from `position` on -> `[S, R, hidden]` and the pool with their keys and values."""
+    slots = state.slots
+    count, width = tokens.shape
+    rows = position[:, None] + jnp.arange(width)
+    turned = (rows + slots.rope_delta[:, None]).reshape(-1)
+    cos, sin = model.rotary(jnp.broadcast_to(turned, (3, count * width)))
+    filled = jnp.where(active, jnp.minimum(position + width, slots.table.shape[1] * PAGE), 0)
+    held = pool
+
+    def attend(heads: Heads) -> jax.Array:
+        nonlocal held
+        where = jnp.where(active[:, None], rows, -1).reshape(-1)
+        held = append(held, heads.k, heads.v, jnp.repeat(slots.table, width, axis=0), where, kv)
+        q = heads.q.reshape(count, width, *heads.q.shape[1:])
+        return decode_attention(q, held, slots.table, rows, filled, kv).reshape(heads.q.shape)
+
+    x = model.mtp.stem(model.embed(tokens.reshape(-1)), hidden.reshape(count * width, -1))
+    return model.mtp(x, cos, sin, attend).reshape(count, width, -1), held
+
+
+def _most_likely(model: TextModel, y: jax.Array, valid_ids: int) -> jax.Array:
+    logits = model.logits(y[:, 0])
+    return jnp.argmax(jnp.where(jnp.arange(logits.shape[-1]) < valid_ids, logits, -jnp.inf), axis=-1).astype(jnp.int32)

@@ -1,0 +1,110 @@
+"""The engine's programs: compiled ahead of their first use for one set of shapes, the state donated to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ninfer_jax.decoding import SamplingParams
+from ninfer_jax.model import TextModel
+from ninfer_jax.programs.decode import RoundOutput, begin, decode_round
+from ninfer_jax.programs.prefill import PrefillInputs, prefill_chunk
+from ninfer_jax.programs.slots import Admission, admission, admit, release
+from ninfer_jax.state import State, StateShape, state_struct
+
+Compiled = Callable[..., Any]
+
+
+class Programs:
+    """`prefill`, `begin`, `decode_round`, `admit`, `release` and `head`, each for exactly one shape.
+
+    Every program but `head` takes the state, whose buffers it reuses, and returns the new one first. `compile_all`
+    compiles those five; `head` (logits of a whole chunk, for scoring) is compiled when first asked for.
+    """
+
+    def __init__(self, model: TextModel, shape: StateShape, prefill_chunk_tokens: int, valid_ids: int):
+        graph, described = nnx.split(model)
+        self.shape, self.chunk, self.config = shape, prefill_chunk_tokens, model.config
+        self._parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), described)
+        self._functions = _functions(graph, shape.kv, valid_ids)
+        self._compiled: dict[str, Compiled] = {}
+
+    def compile_all(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compile what generation needs, telling `progress` the name of each program before it starts."""
+        for name in ("admit", "release", "prefill", "begin", "decode_round"):
+            if progress:
+                progress(name)
+            self._get(name)
+
+    def lowered(self, name: str) -> jax.stages.Lowered:
+        """The named program before compilation, for inspection and for compiling elsewhere."""
+        function, donated = self._functions[name]
+        return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*self._arguments(name))
+
+    def compiled(self, name: str) -> jax.stages.Compiled:
+        """The named program, compiled."""
+        return self._get(name)
+
+    def admit(self, state: State, new: Admission) -> State:
+        return self._get("admit")(state, new)
+
+    def release(self, state: State, slot: jax.Array) -> State:
+        return self._get("release")(state, slot)
+
+    def prefill(self, parameters: nnx.State, state: State, inputs: PrefillInputs) -> tuple[State, jax.Array]:
+        return self._get("prefill")(parameters, state, inputs)
+
+    def begin(self, parameters: nnx.State, state: State, slot: jax.Array) -> tuple[State, RoundOutput]:
+        return self._get("begin")(parameters, state, slot)
+
+    def decode_round(self, parameters: nnx.State, state: State) -> tuple[State, RoundOutput]:
+        return self._get("decode_round")(parameters, state)
+
+    def head(self, parameters: nnx.State, hidden: jax.Array) -> jax.Array:
+        """Final-normed hidden `[chunk, hidden]` -> float32 logits `[chunk, vocab]`."""
+        return self._get("head")(parameters, hidden)
+
+    def _get(self, name: str) -> Compiled:
+        if name not in self._compiled:
+            self._compiled[name] = self.lowered(name).compile()
+        return self._compiled[name]
+
+    def _arguments(self, name: str) -> tuple[Any, ...]:
+        state = state_struct(self.config, self.shape)
+        integer = jax.ShapeDtypeStruct((), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((self.chunk,), jnp.int32)
+        table = state.slots.table
+        if name == "admit":
+            example = admission(0, jnp.zeros(table.shape[1], jnp.int32), 1, SamplingParams(), 0, ())
+            return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
+        if name == "release":
+            return state, integer
+        if name == "prefill":
+            positions = jax.ShapeDtypeStruct((3, self.chunk), jnp.int32)
+            return self._parameters, state, PrefillInputs(integer, tokens, tokens, integer, positions)
+        if name == "begin":
+            return self._parameters, state, integer
+        if name == "decode_round":
+            return self._parameters, state
+        return self._parameters, jax.ShapeDtypeStruct((self.chunk, self.config.hidden_size), self.shape.dtype)
+
+
+def _functions(graph: nnx.GraphDef, kv: str, valid_ids: int) -> dict[str, tuple[Callable[..., Any], tuple[int, ...]]]:
+    """Each program as a function of arrays, and the arguments it may overwrite."""
+
+    def with_model(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda parameters, *rest: function(nnx.merge(graph, parameters), *rest)
+
+    return {
+        "admit": (admit, (0,)),
+        "release": (release, (0,)),
+        "prefill": (with_model(partial(prefill_chunk, kv=kv)), (1,)),
+        "begin": (with_model(partial(begin, kv=kv, valid_ids=valid_ids)), (1,)),
+        "decode_round": (with_model(partial(decode_round, kv=kv, valid_ids=valid_ids)), (1,)),
+        "head": (with_model(lambda model, hidden: model.logits(hidden)), ()),
+    }

@@ -1,0 +1,91 @@
+"""`admit` and `release`: how a slot changes hands. Jitted like the rest, so that the host never touches an array."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ninfer_jax.decoding import SamplingParams
+from ninfer_jax.decoding.params import MAX_BIASES, MAX_STOP_IDS
+from ninfer_jax.state import State
+
+
+class Admission(NamedTuple):
+    """A new sequence for `slot`: its block-table row, how many tokens it may emit, and its sampling settings."""
+
+    slot: jax.Array
+    table: jax.Array
+    left: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    repetition: jax.Array
+    key: jax.Array
+    top_logprobs: jax.Array
+    stop_ids: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+
+
+def admission(slot: int, table: np.ndarray, left: int, params: SamplingParams, seed: int, stop_ids: tuple[int, ...]) -> Admission:
+    """The host side of `admit`; plain numpy, fixed shapes."""
+    stops = np.full(MAX_STOP_IDS, -1, np.int32)
+    stops[: len(stop_ids)] = stop_ids
+    ids, values = np.zeros(MAX_BIASES, np.int32), np.zeros(MAX_BIASES, np.float32)
+    for at, (token, bias) in enumerate(params.logit_bias.items()):
+        ids[at], values[at] = token, bias
+    number = np.float32
+    return Admission(
+        np.int32(slot), table, np.int32(left), number(params.temperature), np.int32(max(params.top_k, 0)),
+        number(params.top_p), number(params.min_p), number(params.presence_penalty), number(params.frequency_penalty),
+        number(params.repetition_penalty), np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+        np.bool_(bool(params.logprobs)), stops, ids, values,
+    )  # fmt: skip
+
+
+def admit(state: State, new: Admission) -> State:
+    """An empty sequence in `new.slot`: states zeroed, history forgotten, nothing consumed yet."""
+    slot = new.slot
+
+    def put(array: jax.Array, value: jax.Array | int) -> jax.Array:
+        return array.at[slot].set(value)
+
+    slots, sampling = state.slots, state.sampling
+    bias = jnp.zeros(sampling.bias.shape[1], jnp.float32).at[new.bias_ids].add(new.bias_values)
+    return state._replace(
+        recurrent=tuple(put(x, 0) for x in state.recurrent),
+        conv=tuple(put(x, 0) for x in state.conv),
+        slots=slots._replace(
+            table=put(slots.table, new.table), length=put(slots.length, 0), token=put(slots.token, 0),
+            drafts=put(slots.drafts, 0), hidden=put(slots.hidden, 0), active=put(slots.active, False),
+            left=put(slots.left, new.left), rope_delta=put(slots.rope_delta, 0),
+        ),
+        sampling=sampling._replace(
+            temperature=put(sampling.temperature, new.temperature), top_k=put(sampling.top_k, new.top_k),
+            top_p=put(sampling.top_p, new.top_p), min_p=put(sampling.min_p, new.min_p),
+            presence=put(sampling.presence, new.presence), frequency=put(sampling.frequency, new.frequency),
+            repetition=put(sampling.repetition, new.repetition), key=put(sampling.key, new.key),
+            emitted=put(sampling.emitted, 0), top_logprobs=put(sampling.top_logprobs, new.top_logprobs),
+            stop_ids=put(sampling.stop_ids, new.stop_ids), bias=put(sampling.bias, bias),
+            counts=put(sampling.counts, 0), in_prompt=put(sampling.in_prompt, False),
+        ),
+    )  # fmt: skip
+
+
+def release(state: State, slot: jax.Array) -> State:
+    """The slot owns nothing any more: no page, no place in a round, no setting that costs the others time."""
+    slots, sampling = state.slots, state.sampling
+    return state._replace(
+        slots=slots._replace(table=slots.table.at[slot].set(0), active=slots.active.at[slot].set(False)),
+        sampling=sampling._replace(
+            temperature=sampling.temperature.at[slot].set(0.0), top_logprobs=sampling.top_logprobs.at[slot].set(False),
+            presence=sampling.presence.at[slot].set(0.0), frequency=sampling.frequency.at[slot].set(0.0),
+            repetition=sampling.repetition.at[slot].set(1.0), bias=sampling.bias.at[slot].set(0.0),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Everything that changes while an engine runs, as one pytree of fixed shapes, donated to every program.
+
+Each array has the slot axis first, except the page pools, which all slots share through their block tables.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ninfer_jax.config import PAGE, EngineConfig, ModelConfig
+from ninfer_jax.decoding.sampling import SamplingState, sampling_struct
+from pallas_kernels.attention import KVPages, pages_struct
+
+
+class Slots(NamedTuple):
+    """Where each sequence stands. `slots` = S, `draft` = K.
+
+    table int32 `[S, pages_per_slot]`: block tables, 0 where no page is owned.
+    length int32 `[S]`: tokens that the recurrent states and pages have consumed.
+    token int32 `[S]`: the last emitted token, not consumed yet.
+    drafts int32 `[S, K]`: proposals for the tokens after it.
+    hidden `[S, hidden]`: final-normed hidden of the last consumed token (read once, to sample the first token).
+    active bool `[S]`: takes part in decode rounds.
+    left int32 `[S]`: tokens that may still be emitted.
+    rope_delta int32 `[S]`: RoPE position minus cache position, 0 for text.
+    """
+
+    table: jax.Array
+    length: jax.Array
+    token: jax.Array
+    drafts: jax.Array
+    hidden: jax.Array
+    active: jax.Array
+    left: jax.Array
+    rope_delta: jax.Array
+
+
+class State(NamedTuple):
+    """kv: page pools, one an attention layer. mtp_kv: the MTP layer's, or None. recurrent float32 `[S, value_heads,
+    key_dim, value_dim]` and conv `[S, width - 1, channels]` (raw inputs, oldest first), one each a GDN layer."""
+
+    kv: tuple[KVPages, ...]
+    mtp_kv: KVPages | None
+    recurrent: tuple[jax.Array, ...]
+    conv: tuple[jax.Array, ...]
+    slots: Slots
+    sampling: SamplingState
+
+
+class StateShape(NamedTuple):
+    """What fixes the shapes of a `State`, resolved from both configurations."""
+
+    slots: int
+    draft: int
+    context: int  # tokens a slot may hold
+    pages: int  # in each pool, the ownerless page 0 included
+    kv: str
+    dtype: jnp.dtype
+
+    @property
+    def pages_per_slot(self) -> int:
+        return -(-self.context // PAGE)
+
+
+def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dtype) -> StateShape:
+    """Resolve capacities; ValueError when the context exceeds what the model was made for."""
+    limit = min(model.max_positions, 262_144)
+    context = limit if engine.context is None else engine.context
+    if context > model.max_positions:
+        raise ValueError(f"context is {context}, the model's max_position_embeddings is {model.max_positions}")
+    per_slot = -(-context // PAGE)
+    pooled = engine.slots * per_slot if engine.pool is None else -(-engine.pool // PAGE)
+    return StateShape(engine.slots, engine.draft, context, pooled + 1, kv, dtype)
+
+
+def state_struct(model: ModelConfig, shape: StateShape) -> State:
+    """The state as `jax.ShapeDtypeStruct` leaves: for allocating, planning and lowering."""
+    s, dtype = shape.slots, shape.dtype
+    array = jax.ShapeDtypeStruct
+
+    def pool() -> KVPages:
+        return pages_struct(shape.kv, shape.pages, model.kv_heads, model.head_dim)
+
+    slots = Slots(
+        table=array((s, shape.pages_per_slot), jnp.int32),
+        length=array((s,), jnp.int32),
+        token=array((s,), jnp.int32),
+        drafts=array((s, shape.draft), jnp.int32),
+        hidden=array((s, model.hidden_size), dtype),
+        active=array((s,), jnp.bool_),
+        left=array((s,), jnp.int32),
+        rope_delta=array((s,), jnp.int32),
+    )
+    matrix = (s, model.gdn_value_heads, model.gdn_key_dim, model.gdn_value_dim)
+    return State(
+        kv=tuple(pool() for _ in model.attention_layers),
+        mtp_kv=pool() if shape.draft else None,
+        recurrent=tuple(array(matrix, jnp.float32) for _ in model.gdn_layers),
+        conv=tuple(array((s, model.conv_width - 1, model.conv_channels), dtype) for _ in model.gdn_layers),
+        slots=slots,
+        sampling=sampling_struct(s, model.vocab_size),
+    )
+
+
+def allocate_state(model: ModelConfig, shape: StateShape) -> State:
+    """A zeroed state: every slot empty, every page free."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state_struct(model, shape))

@@ -1,0 +1,53 @@
+"""Attention of a prefill chunk over a slot's pages, its own tokens included (they are written first)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.pages import PAGE, KVPages, load_block
+from pallas_kernels.kv_codecs import rotate, uses_rotation
+
+BLOCK_PAGES = 8
+_NEVER = -1e30
+
+
+def prefill_attention(
+    q: jax.Array, pool: KVPages, table: jax.Array, start: jax.Array, count: jax.Array, format: str
+) -> jax.Array:
+    """q `[tokens, query_heads, head_dim]` at positions start, start + 1, ... -> float32 of the same shape.
+
+    table int32 `[pages_per_slot]`; start and count int32 scalars: only the first `count` rows are valid, and the pages
+    hold start + count tokens. Every page is decoded once for the whole chunk; pages beyond the filled length are not
+    touched.
+    """
+    tokens, query_heads, head_dim = q.shape
+    kv_heads = jax.tree.leaves(pool.k)[0].shape[1]
+    rotated = uses_rotation(format)
+    q = q.astype(jnp.float32) * head_dim**-0.5
+    q = (rotate(q) if rotated else q).reshape(tokens, kv_heads, -1, head_dim)
+    table = jnp.pad(table, (0, -table.shape[0] % BLOCK_PAGES))
+    block = BLOCK_PAGES * PAGE
+    position = start + jnp.arange(tokens)
+    filled = start + count
+
+    def step(i: jax.Array, carry: tuple) -> tuple:
+        top, total, acc = carry
+        k, v = load_block(pool, jax.lax.dynamic_slice_in_dim(table, i * BLOCK_PAGES, BLOCK_PAGES), format)
+        token = i * block + jnp.arange(block)
+        v = jnp.where((token < filled)[:, None], v, 0.0)
+        visible = (token[None, :] <= position[:, None])[None, None]
+        scores = jnp.einsum("qhgd,hkd->hgqk", q, k, precision=jax.lax.Precision.HIGHEST)
+        scores = jnp.where(visible, scores, _NEVER)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        p = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
+        shrink = jnp.exp(top - new_top)
+        weighted = jnp.einsum("hgqk,hkd->hgqd", p, v, precision=jax.lax.Precision.HIGHEST)
+        return new_top, total * shrink + jnp.sum(p, axis=-1), acc * shrink[..., None] + weighted
+
+    shape = (kv_heads, query_heads // kv_heads, tokens)
+    carry = (jnp.full(shape, _NEVER, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
+    _, total, acc = jax.lax.fori_loop(0, (filled + block - 1) // block, step, carry)
+    out = acc / jnp.where(total > 0, total, 1.0)[..., None]
+    out = jnp.transpose(out, (2, 0, 1, 3)).reshape(tokens, query_heads, head_dim)
+    return rotate(out) if rotated else out
