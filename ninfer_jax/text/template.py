@@ -121,15 +121,14 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-class _Namespace(jinja2.utils.Namespace):
+class _PlainNamespace(jinja2.utils.Namespace):
     """`namespace()` without underscore names: through them a template could replace the object's own methods."""
 
-    def __init__(*arguments: object, **attributes: object) -> None:
-        # Positional, so that `namespace(self=…)` stays possible.
-        self, values = arguments[0], dict(*arguments[1:], **attributes)
-        for name in values:
+    # `self` is positional only, so that a template may name an attribute `self`.
+    def __init__(self, /, *mappings: object, **attributes: object) -> None:
+        for name in dict(*mappings, **attributes):
             _refuse_underscore(name)
-        jinja2.utils.Namespace.__init__(self, values)
+        super().__init__(*mappings, **attributes)
 
     def __setitem__(self, name: str, value: object) -> None:
         _refuse_underscore(name)
@@ -147,7 +146,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["namespace"] = _Namespace
+    environment.globals["namespace"] = _PlainNamespace
     return environment
 
 
