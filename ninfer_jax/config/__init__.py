@@ -1,7 +1,7 @@
 """Configuration of the model (read from a checkpoint) and of the engine (chosen by the user)."""
 
-from ninfer_jax.config.engine import MAX_CONTEXT, PAGE, EngineConfig
+from ninfer_jax.config.engine import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PAGE, EngineConfig
 from ninfer_jax.config.model import FULL, LINEAR, ModelConfig
 from ninfer_jax.config.presets import PRESETS, preset
 
-__all__ = ["FULL", "LINEAR", "MAX_CONTEXT", "PAGE", "PRESETS", "EngineConfig", "ModelConfig", "preset"]
+__all__ = ["FULL", "LINEAR", "MAX_CONTEXT", "MAX_DRAFT", "MAX_SLOTS", "PAGE", "PRESETS", "EngineConfig", "ModelConfig", "preset"]

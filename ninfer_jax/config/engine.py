@@ -8,6 +8,8 @@ from pallas_kernels.kv_codecs import check_format
 
 PAGE = 64  # tokens in a KV page
 MAX_CONTEXT = 262_144
+MAX_DRAFT = 5
+MAX_SLOTS = 4
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -35,12 +37,12 @@ class EngineConfig:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        _between("slots", self.slots, 1, 4)
-        _between("draft", self.draft, 0, 5)
+        _between("slots", self.slots, 1, MAX_SLOTS)
+        _between("draft", self.draft, 0, MAX_DRAFT)
         if self.context is not None:
             _between("context", self.context, 1, MAX_CONTEXT)
         if self.pool is not None:
-            _between("pool", self.pool, 1, 4 * MAX_CONTEXT)
+            _between("pool", self.pool, 1, MAX_SLOTS * MAX_CONTEXT)
         _between("prefill_chunk", self.prefill_chunk, PAGE, 8192)
         if self.prefill_chunk % PAGE:
             raise ValueError(f"prefill_chunk is {self.prefill_chunk}, it must be a multiple of {PAGE}")

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.elementary import rounded
+
 
 class Transitions(NamedTuple):
     """Replay records of `rows` tokens a slot, float32. k `[slots, rows, key_heads, key_dim]`,
@@ -24,35 +26,48 @@ class Transitions(NamedTuple):
     beta: jax.Array
 
 
-def decode_delta_rule(state: jax.Array, q: jax.Array, transitions: Transitions) -> jax.Array:
+def decode_delta_rule(state: jax.Array, q: jax.Array, transitions: Transitions, zero: jax.Array) -> jax.Array:
     """Outputs of the rows that follow `state`, which stays as it is.
 
-    state float32 `[slots, value_heads, key_dim, value_dim]`, q `[slots, rows, key_heads, key_dim]`; returns float32
-    `[slots, rows, value_heads, value_dim]`.
+    state float32 `[slots, value_heads, key_dim, value_dim]`, q `[slots, rows, key_heads, key_dim]`, zero from
+    `opaque_zero`; returns float32 `[slots, rows, value_heads, value_dim]`. A row's bits depend on the rows before it only.
     """
     share = transitions.v.shape[2] // q.shape[2]
     outputs = []
     for row in range(q.shape[1]):
-        state = _step(state, transitions, row)
+        if row:
+            state = _step(state, transitions, row - 1, zero)
+        k, decay, u = _update(state, transitions, row, zero)
         q_row = jnp.repeat(q[:, row], share, axis=1)
-        outputs.append(jnp.sum(state * q_row[..., None], axis=2))
+        # S'^T q = decay S^T q + (k . q) u: the state after the last row is never formed.
+        seen = jnp.sum(rounded(state * q_row[..., None], zero), axis=2)
+        overlap = jnp.sum(rounded(k * q_row, zero), axis=-1, keepdims=True)
+        outputs.append(rounded(decay * seen, zero) + rounded(overlap * u, zero))
     return jnp.stack(outputs, axis=1)
 
 
-def fold_transitions(state: jax.Array, transitions: Transitions, accepted: jax.Array) -> jax.Array:
+def fold_transitions(state: jax.Array, transitions: Transitions, accepted: jax.Array, zero: jax.Array) -> jax.Array:
     """`state` after the first `accepted[slot]` recorded rows; int32 `[slots]`, 0 leaves a slot's state untouched."""
-    for row in range(transitions.k.shape[1]):
-        stepped = _step(state, transitions, row)
-        state = jnp.where((row < accepted)[:, None, None, None], stepped, state)
-    return state
+
+    def replay(row: jax.Array, state: jax.Array) -> jax.Array:
+        stepped = _step(state, transitions, row, zero)
+        return jnp.where((row < accepted)[:, None, None, None], stepped, state)
+
+    return jax.lax.fori_loop(0, jnp.max(accepted), replay, state)
 
 
-def _step(state: jax.Array, transitions: Transitions, row: int) -> jax.Array:
+def _step(state: jax.Array, transitions: Transitions, row: int | jax.Array, zero: jax.Array) -> jax.Array:
+    k, decay, u = _update(state, transitions, row, zero)
+    return rounded(decay[..., None] * state, zero) + rounded(k[..., None] * u[..., None, :], zero)
+
+
+def _update(
+    state: jax.Array, transitions: Transitions, row: int | jax.Array, zero: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """k `[slots, value_heads, key_dim]`, decay `[slots, value_heads, 1]` and u `[slots, value_heads, value_dim]`."""
     share = transitions.v.shape[2] // transitions.k.shape[2]
     k = jnp.repeat(transitions.k[:, row], share, axis=1)  # value head h reads key head h // share
     decay = jnp.exp(transitions.g[:, row])[..., None]
-    # The decay is applied to the read-out, not to a decayed copy of the state: one pass over S for the read, one
-    # for the update, and the same two fused loops whether rows are verified or replayed (hence the same bits).
-    read = jnp.sum(state * k[..., None], axis=2)
-    u = transitions.beta[:, row][..., None] * (transitions.v[:, row] - decay * read)
-    return decay[..., None] * state + k[..., None] * u[..., None, :]
+    # The decay is applied to the read-out, not to a decayed copy of the state: S is read once for it.
+    read = jnp.sum(rounded(state * k[..., None], zero), axis=2)
+    return k, decay, transitions.beta[:, row][..., None] * (transitions.v[:, row] - rounded(decay * read, zero))

@@ -5,23 +5,23 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Up to this many rows a call is a decode step, where a row's bits must not depend on the rows beside it: greedy
-# decoding with drafts has to equal greedy decoding without them even where two logits nearly tie.
-DECODE_ROWS = 24
+# Up to this many rows a call is a decode step and is padded to whole tensor-core tiles on a GPU: the same shape for
+# every row count means the same kernel and the same order of sums, so drafting cannot flip a near tie.
+DECODE_ROWS = 32
+_TILE = 16
 
 
 def linear(x: jax.Array, w: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """x `[rows, in]` @ w `[out, in]` transposed -> `[rows, out]` in `out_dtype` (default: x's dtype).
 
-    With at most `DECODE_ROWS` rows the result of each row is bit-identical for every row count; above that the
-    fastest matrix product is used. Float32 inputs are multiplied in full float32, never TF32.
+    Float32 inputs are multiplied in full float32, never TF32.
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"linear: x {x.shape} and w {w.shape} must be [rows, in] and [out, in] with the same in")
     if x.shape[0] > DECODE_ROWS:
         y = _matrix(x, w)
     else:
-        y = jax.lax.platform_dependent(x, w, cpu=_row_by_row, default=_padded_tile)
+        y = jax.lax.platform_dependent(x, w, cpu=_few_rows, default=_padded_tile)
     return y.astype(out_dtype or x.dtype)
 
 
@@ -32,14 +32,13 @@ def _matrix(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
-def _row_by_row(x: jax.Array, w: jax.Array) -> jax.Array:
-    # One matrix-vector product a row: XLA's CPU matrix product sums in an order that depends on the row count, and
-    # at one row it is also the fastest form.
-    rows = [jnp.dot(w, x[r], preferred_element_type=jnp.float32) for r in range(x.shape[0])]
-    return jnp.stack(rows)
+def _few_rows(x: jax.Array, w: jax.Array) -> jax.Array:
+    # At one row a matrix-vector product over [out, in] is what XLA's CPU backend does best.
+    if x.shape[0] == 1:
+        return jnp.dot(w, x[0], preferred_element_type=jnp.float32)[None]
+    return _matrix(x, w)
 
 
 def _padded_tile(x: jax.Array, w: jax.Array) -> jax.Array:
-    # A GPU multiplies whole tiles anyway; the same tile shape for every row count means the same kernel and order.
-    tile = 16 if x.shape[0] <= 16 else 32
-    return _matrix(jnp.pad(x, ((0, tile - x.shape[0]), (0, 0))), w)[: x.shape[0]]
+    rows = -(-x.shape[0] // _TILE) * _TILE
+    return _matrix(jnp.pad(x, ((0, rows - x.shape[0]), (0, 0))), w)[: x.shape[0]]
