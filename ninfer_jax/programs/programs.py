@@ -34,8 +34,8 @@ class Programs:
 
     def __init__(self, model: TextModel, shape: StateShape, prefill_chunk_tokens: int, valid_ids: int, platform: str):
         graph, described = nnx.split(model)
-        self._platform = platform
         self.shape, self.chunk, self.config = shape, prefill_chunk_tokens, model.config
+        self.platform = platform
         self._parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), described)
         struct = state_struct(model.config, shape)
         self._functions = {"allocate": (lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), struct), ())} | _functions(graph, shape.kv, valid_ids, rows_together=platform != "cpu")
@@ -82,7 +82,7 @@ class Programs:
 
     def _get(self, name: str) -> Compiled:
         if name not in self._compiled:
-            self._compiled[name] = self.lowered(name).compile(_compiler_options(name, self._platform))
+            self._compiled[name] = self.lowered(name).compile(_compiler_options(name, self.platform))
         return self._compiled[name]
 
     def _arguments(self, name: str) -> tuple[Any, ...]:
