@@ -105,7 +105,8 @@ def verify_rows_one_by_one(model: TextModel, state: State, rows: jax.Array, kv: 
                 lambda to, x: jax.lax.dynamic_update_slice(to, x, (slot, row, *(0,) * (x.ndim - 2))), out, done._replace(kv=())
             )
             slots, recurrent, conv = mine
-            once = jnp.ones(1, jnp.int32)
+            # One row accepted; from data, so that this is the loop that `fold` runs, not an unrolled cousin of it.
+            once = slots.active.astype(jnp.int32)
             recurrent = tuple(
                 fold_transitions(s, r.transitions, once, zero) for s, r in zip(recurrent, done.replays, strict=True)
             )
@@ -122,14 +123,20 @@ def verify_rows_one_by_one(model: TextModel, state: State, rows: jax.Array, kv: 
 
 def fold(state: State, replays: tuple[Replay, ...], emitted: jax.Array) -> State:
     """Recurrent and convolution states after the first `emitted[slot]` rows, int32 `[S]`."""
-    recurrent, conv = [], []
     zero = opaque_zero(state.slots.length)
-    for before, kept, replay in zip(state.recurrent, state.conv, replays, strict=True):
-        recurrent.append(fold_transitions(before, replay.transitions, emitted, zero))
+
+    def one_slot(slot: jax.Array, states: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), (states, replays, emitted))
+        kept = tuple(fold_transitions(s, r.transitions, mine[2], zero) for s, r in zip(*mine[:2], strict=True))
+        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, 0), states, kept)
+
+    recurrent = jax.lax.fori_loop(0, emitted.shape[0], one_slot, state.recurrent)
+    conv = []
+    for kept, replay in zip(state.conv, replays, strict=True):
         window = jnp.concatenate([kept, replay.raw], axis=1)
         columns = emitted[:, None] + jnp.arange(kept.shape[1])
         conv.append(jnp.take_along_axis(window, columns[..., None], axis=1))
-    return state._replace(recurrent=tuple(recurrent), conv=tuple(conv))
+    return state._replace(recurrent=recurrent, conv=tuple(conv))
 
 
 def _recur(
