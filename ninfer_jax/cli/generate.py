@@ -41,7 +41,7 @@ def generate(
     as_json: Annotated[bool, _Option("--json", help="Print one JSON object instead of streaming.")] = False,
 ) -> None:
     """Complete a prompt, or answer messages."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     try:
         _run(console, model, _input(source, prompt, messages), as_json, no_thinking,
              dict(max_new_tokens=max_new, temperature=0.0 if greedy else temperature, top_k=top_k, top_p=top_p,
@@ -59,12 +59,15 @@ def _run(
 ) -> None:
     # Imported here so that --help and mistakes in the arguments do not wait for JAX.
     from ninfer_jax.config import EngineConfig
+    from ninfer_jax.decoding import SamplingParams
 
     config = EngineConfig(**shapes)
+    given_sampling = {k: v for k, v in sampling.items() if v is not None}
+    SamplingParams(**given_sampling)  # a mistake should not wait for the weights
     if no_thinking and isinstance(given, str):
         raise ValueError("--no-thinking goes with --messages: raw text has no chat template")
     engine = _load(console, _model_path(model), config)
-    params = engine.default_params(**{k: v for k, v in sampling.items() if v is not None})
+    params = engine.default_params(**given_sampling)
     options = {"enable_thinking": False} if no_thinking else {}
     completion = _answer(console, engine, given, params, options, quiet=as_json)
     if as_json:
@@ -138,10 +141,14 @@ def _answer(
             given, params, on_prefill=lambda done, total: bar.update(task, completed=done, total=total), **options
         )
         piece = next(stream)
-    completion = piece.completion
+    completion, reasoning = None, False
     for piece in chain([piece], stream):
         if piece.reasoning:
             console.print(piece.reasoning, end="", style="dim italic", markup=False, soft_wrap=True)
+            reasoning = True
+        if reasoning and (piece.text or piece.completion):
+            console.print()
+            reasoning = False
         if piece.text and not quiet:
             sys.stdout.write(piece.text)
             sys.stdout.flush()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripted import run
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.model import TextModel
+from ninfer_jax.programs import Programs
 from weights import tiny_path
 
 PROMPTS = (
@@ -154,3 +157,20 @@ def test_a_finished_run_leaves_the_slot_as_new(pair, prompt):
         engine.generate(text, SAMPLED)
     assert engine.generate(prompt, GREEDY).tokens == first
     assert engine.runner.busy == 0
+
+
+def test_rows_in_one_pass_agree_with_rows_one_by_one(prompt):
+    """The form a GPU runs: all rows of a round in one pass. Same tokens here, states to rounding."""
+    engine = load(3, "f32", context=256)
+    truth, snapshots = run(engine, prompt, GREEDY, budget=48)
+    together = Programs(
+        TextModel(engine.model_config, jnp.dtype("float32"), mtp=True), engine.programs.shape, engine.programs.chunk,
+        engine.tokenizer.vocab_size, platform="gpu",
+    )  # fmt: skip
+    engine._programs = together
+    sequence, states = run(engine, prompt, GREEDY, budget=48)
+    assert sequence.tokens == truth.tokens and states.keys() == snapshots.keys()
+    for emitted, arrays in states.items():
+        for name, array in arrays.items():
+            scale = np.abs(snapshots[emitted][name]).max()
+            np.testing.assert_allclose(array, snapshots[emitted][name], atol=2e-5 * max(scale, 1), err_msg=f"{name} after {emitted}")
