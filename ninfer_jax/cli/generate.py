@@ -66,10 +66,11 @@ def _run(
     SamplingParams(**given_sampling)  # a mistake should not wait for the weights
     if no_thinking and isinstance(given, str):
         raise ValueError("--no-thinking goes with --messages: raw text has no chat template")
-    engine = _load(console, _model_path(model), config)
+    path = _model_path(model)
+    engine = _load(console, path, config)
     params = engine.default_params(**given_sampling)
     options = {"enable_thinking": False} if no_thinking else {}
-    completion = _answer(console, engine, given, params, options, quiet=as_json)
+    completion = _answer(console, engine, given, params, options, _header(path.name, engine), quiet=as_json)
     if as_json:
         print(json.dumps(_as_json(engine, completion), ensure_ascii=False))
     else:
@@ -93,6 +94,8 @@ def _input(source: str | None, prompt: str | None, messages: Path | None) -> str
         raise ValueError(f"{messages}: {error.strerror or error}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{messages}: not JSON (line {error.lineno}: {error.msg})") from None
+    except RecursionError:
+        raise ValueError(f"{messages}: nested too deeply") from None
     if not isinstance(parsed, list) or not parsed or not all(isinstance(m, dict) for m in parsed):
         raise ValueError(f"{messages}: must hold a list of messages, each an object with role and content")
     return parsed
@@ -123,23 +126,28 @@ def _load(console: Console, path: Path, config: Any) -> Engine:
                 tasks[stage] = bar.add_task(f"{stage:10s}", total=total)
             bar.update(tasks[stage], completed=done)
 
-        engine = Engine.load(path, config, progress=show)
+        return Engine.load(path, config, progress=show)
+
+
+def _header(name: str, engine: Engine) -> str:
     shape = engine.programs.shape
-    console.print(
-        f"{path.name} on {engine.device} ({engine.programs.platform}), {shape.dtype}, context {shape.context}, "
-        f"kv {shape.kv}, draft {shape.draft}, slots {shape.slots}", style="dim", soft_wrap=True,
-    )  # fmt: skip
-    return engine
+    return (
+        f"{name} on {engine.device} ({engine.programs.platform}), {shape.dtype}, context {shape.context}, "
+        f"kv {shape.kv}, draft {shape.draft}, slots {shape.slots}"
+    )
 
 
 def _answer(
-    console: Console, engine: Engine, given: str | list, params: Any, options: dict[str, Any], quiet: bool
+    console: Console, engine: Engine, given: str | list, params: Any, options: dict[str, Any], header: str, quiet: bool
 ) -> Completion:
-    with _bar(console, TextColumn("prefill   "), BarColumn(), MofNCompleteColumn()) as bar:
-        task = bar.add_task("prefill", total=None)
-        stream = engine.stream(
-            given, params, on_prefill=lambda done, total: bar.update(task, completed=done, total=total), **options
-        )
+    bar = _bar(console, TextColumn("prefill   "), BarColumn(), MofNCompleteColumn())
+    task = bar.add_task("prefill", total=None)
+    stream = engine.stream(
+        given, params, on_prefill=lambda done, total: bar.update(task, completed=done, total=total), **options
+    )
+    # Only now: a request that is refused gets its one line and nothing else.
+    console.print(header, style="dim", soft_wrap=True, markup=False)
+    with bar:
         piece = next(stream)
     completion, reasoning = None, False
     for piece in chain([piece], stream):

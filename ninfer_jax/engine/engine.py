@@ -63,6 +63,8 @@ class Engine:
             raise ValueError(f"{path}: tokenizer.json has {tokenizer.vocab_size} ids, config.json a vocab_size of {model_config.vocab_size}")
         template = ChatTemplate.from_dir(path) if _has_template(path) else None
         defaults = GenerationDefaults.from_dir(path)
+        if max(defaults.eos_ids) >= tokenizer.vocab_size:
+            raise ValueError(f"{path}: eos_token_id {max(defaults.eos_ids)} is no token, tokenizer.json has {tokenizer.vocab_size} ids")
 
         on_gpu = jax.default_backend() == "gpu"
         dtype = jnp.dtype(("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype)
@@ -164,25 +166,27 @@ class Engine:
 
     def prompt_ids(self, prompt: Prompt, **template_options: Any) -> list[int]:
         """The token ids that a prompt becomes."""
-        if isinstance(prompt, str):
-            if template_options:
-                raise ValueError(f"{', '.join(template_options)}: only messages go through the chat template")
-            return self.tokenizer.encode(prompt)
         if isinstance(prompt, SequenceOf) and len(prompt) and all(isinstance(m, Mapping) for m in prompt):
             if self.template is None:
                 raise ValueError("messages: this checkpoint has no chat template, give text or token ids")
             return render_prompt(self.template, self.tokenizer, list(prompt), **template_options).ids
-        return self._check_ids(prompt)
+        if template_options:
+            raise ValueError(f"{', '.join(template_options)}: only messages go through the chat template")
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
 
     def _pieces(self, sequence: Sequence, on_prefill: Callable[[int, int], None] | None) -> Iterator[Delta]:
         self._runner.submit(sequence)
         progress = on_prefill and (lambda who, done: on_prefill(done, len(who.prompt)) if who is sequence else None)
         try:
-            while not sequence.finished:
-                self._runner.advance(progress)
+            completion = None
+            while completion is None:
+                # Another stream's rounds may have finished this one since its last piece.
+                if not sequence.finished:
+                    self._runner.advance(progress)
                 sequence.stats.compilations = self.compilations
                 piece = sequence.take()
-                if piece.text or piece.reasoning or piece.tokens or piece.completion:
+                completion = piece.completion
+                if piece.text or piece.reasoning or piece.tokens or completion:
                     yield piece
         finally:
             self._end([sequence])
@@ -230,7 +234,8 @@ class Engine:
 def _are_integers(tokens: Any) -> bool:
     if isinstance(tokens, np.ndarray):
         return tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer)
-    return isinstance(tokens, SequenceOf) and all(
+    # Bytes are a sequence of integers too, but whoever passes them means text.
+    return isinstance(tokens, SequenceOf) and not isinstance(tokens, bytes | bytearray) and all(
         isinstance(t, int | np.integer) and not isinstance(t, bool) for t in tokens
     )
 

@@ -45,6 +45,11 @@ class Runner:
         """Tokens that the page pool holds in all."""
         return self._pages.total * 64
 
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that the pages hold which no sequence has reserved."""
+        return self._pages.free_tokens
+
     def submit(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 
@@ -130,11 +135,13 @@ class Runner:
             slot = sequence.slot
             count = int(out.emitted[slot])
             tokens = out.tokens[slot, :count].tolist()
+            before = len(sequence.tokens)
+            sequence.push(tokens, _logprobs(out, sequence, slot, tokens), bool(out.finished[slot]))
             if drafts is not None:
                 sequence.stats.rounds += 1
                 sequence.stats.drafted += drafts
-                sequence.stats.accepted += int(out.accepted[slot])
-            sequence.push(tokens, _logprobs(out, sequence, slot, tokens), bool(out.finished[slot]))
+                # Drafts come first in a round; a stop string may have dropped some.
+                sequence.stats.accepted += min(int(out.accepted[slot]), len(sequence.tokens) - before)
             if sequence.finished:
                 self._release(sequence)
 
