@@ -4,6 +4,7 @@
 #   make test          install the test extra too and run every test, on the CPU
 #   make test-lane312  the newer version lane (Python 3.12, JAX 0.11.2) in .venv312: the tests that need no torch
 #   make train         train the bundled model again
+#   make heldout       its held-out loss and draft acceptance
 #   make clean         remove both environments
 #
 # PYTHON and PYTHON312 name the interpreters of .venv and .venv312, CUDA=12, 13 or none the plugin for `make demo`.
@@ -21,7 +22,7 @@ LANE312_WITHOUT := tests/decoding/test_sampling.py
 
 INPUTS := pyproject.toml constraints/install.sh $(wildcard constraints/*.txt)
 
-.PHONY: demo test test-lane312 train clean
+.PHONY: demo test test-lane312 train heldout clean
 
 demo: .venv/.installed
 	.venv/bin/ninfer-jax generate tiny --prompt '$(PROMPT)' --max-new $(MAX_NEW)
@@ -35,6 +36,9 @@ test-lane312: .venv312/.installed-test-kernels
 train: .venv/.installed-train
 	.venv/bin/python examples/train_tiny.py --steps 4000 --stop 1600
 	.venv/bin/python examples/train_tiny.py --resume --steps 1400 --rate 1.5e-3
+
+heldout: .venv/.installed-train
+	.venv/bin/python examples/heldout_tiny.py
 
 clean:
 	rm -rf .venv .venv312

@@ -1,6 +1,6 @@
 """Train the bundled model, `weights/tiny`: the 27B's architecture at 7 million parameters, MTP head included.
 
-    make train        # or: python examples/train_tiny.py --steps 1600, then the same with --resume (see RECIPE)
+    make train        # = train_tiny.py --steps 4000 --stop 1600, then train_tiny.py --resume --steps 1400 --rate 1.5e-3
 
 The network is the one that serves (`ninfer_jax.model`), run over whole sequences. The MTP head is trained jointly and
 unrolled three steps, because drafting applies it to its own output; its targets are the trunk's own distributions, as
@@ -131,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=TINY_DIR)
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--stop", type=int, help="end after this step of the schedule, to go on with --resume")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rate", type=float, default=2.5e-3)
@@ -215,8 +216,9 @@ def main() -> None:
     began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
-        task = progress.add_task("training", total=args.steps)
-        for number in range(1, args.steps + 1):
+        last = min(args.stop or args.steps, args.steps)
+        task = progress.add_task("training", total=last)
+        for number in range(1, last + 1):
             parameters, moments, parts = step(parameters, moments, next(batches))
             recent.append(np.asarray(parts))
             progress.advance(task)
@@ -225,7 +227,7 @@ def main() -> None:
                 recent.clear()
                 history["train"].append([done + number, *(round(float(x), 4) for x in mean)])
                 progress.update(task, description="loss " + " ".join(f"{x:.3f}" for x in mean))
-            if number % args.checkpoint_every == 0 or number == args.steps:
+            if number % args.checkpoint_every == 0 or number == last:
                 nats = heldout_nats(evaluate, parameters, heldout, args.length, 8) / heldout_bytes
                 history["heldout"].append([done + number, round(nats, 4)])
                 stage["done"], stage["seconds"] = number, round(time.monotonic() - began)

@@ -55,6 +55,8 @@ def test_greedy_with_drafts_equals_greedy_without(draft, kv, plain_answers):
     # The comparison means something only if drafts were both taken and refused.
     accepted, drafted = (sum(getattr(c.stats, name) for c in completions) for name in ("accepted", "drafted"))
     assert 0 < accepted < drafted
+    if draft == 3 and kv == "f32":
+        assert accepted / drafted >= 0.5  # what the bundled model's MTP head is trained for
 
 
 def test_four_slots_equal_one(plain_answers):
