@@ -158,17 +158,19 @@ def test_presence_frequency_and_bias(on_grid) -> None:
 
 
 def test_a_row_counts_the_drafts_before_it() -> None:
+    """Greedily, with penalties as large as the differences between logits, so that every count decides."""
     rng = np.random.default_rng(3)
-    logits = rng.normal(size=(3, 4, 12)).astype(np.float32)
-    drafts = np.array([[3, 3, 5], [0, 7, 0], [1, 1, 1]])
-    history = [[3, 8], [1], [11, 11, 1]]
-    counts = [np.bincount(h, minlength=12) for h in history]
-    state = sampling_state(3, temperature=0.0, presence=0.5, frequency=0.9, counts=widened(counts, 0))
-    got = np.asarray(usual(jnp.asarray(widened(logits, 99.0)), state, jnp.asarray(drafts), 12).token)
-    for slot in range(3):
-        for row in range(4):
-            seen = history[slot] + drafts[slot, :row].tolist()
-            assert got[slot, row] == recounted(logits[slot, row], seen, 0.5, 0.9, {}).argmax()
+    for _ in range(30):
+        logits = rng.normal(size=(3, 4, 6)).astype(np.float32) * 0.7
+        drafts = rng.integers(0, 6, (3, 3))
+        history = [rng.integers(0, 6, n).tolist() for n in (0, 2, 5)]
+        counts = [np.bincount(np.array(h, int), minlength=6) for h in history]
+        state = sampling_state(3, temperature=0.0, presence=0.5, frequency=0.9, counts=widened(counts, 0))
+        got = np.asarray(usual(jnp.asarray(widened(logits, 99.0)), state, jnp.asarray(drafts, jnp.int32), 6).token)
+        for slot in range(3):
+            for row in range(4):
+                seen = history[slot] + drafts[slot, :row].tolist()
+                assert got[slot, row] == recounted(logits[slot, row], seen, 0.5, 0.9, {}).argmax()
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p, min_p", SETTINGS[:3] + SETTINGS[6:8])
