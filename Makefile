@@ -27,8 +27,9 @@ INPUTS := pyproject.toml constraints/install.sh $(wildcard constraints/*.txt)
 demo: .venv/.installed
 	.venv/bin/ninfer-jax generate tiny --prompt '$(PROMPT)' --max-new $(MAX_NEW)
 
+# Two processes: a module's tests share engines, so modules stay whole.
 test: .venv/.installed-test
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest -n 2 --dist loadscope
 
 test-lane312: .venv312/.installed-test-kernels
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv312/bin/python -m pytest $(LANE312_TESTS) $(LANE312_WITHOUT:%=--ignore=%)
