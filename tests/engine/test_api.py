@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scripted import run
 
 from ninfer_jax import SamplingParams
 from weights import tiny_path
@@ -82,6 +83,26 @@ def test_a_stop_string_ends_it_wherever_tokens_meet(engine):
         stats = completion.stats
         # Every round keeps its drafts and one token more, but the last round's may have come after the stop string.
         assert len(tokens[:used]) - 1 - stats.accepted in (stats.rounds - 1, stats.rounds)
+
+
+def test_drafts_behind_a_stop_string_do_not_count(plain_engine, draft_engine):
+    """Every draft is right here, so that each round of four tokens would count three; the last one keeps fewer."""
+    prompt, params = draft_engine.tokenizer.encode(TEXT), varied(draft_engine)
+    truth = plain_engine.generate(prompt, params).tokens
+    decoded = [draft_engine.tokenizer.decode(truth[:n]) for n in range(len(truth) + 1)]
+    kept_last = set()
+    for used in range(2, len(truth)):
+        stop = decoded[used][-4:]
+        if next(n for n, text in enumerate(decoded) if stop in text) != used:
+            continue  # completed earlier, or cut through a character
+        rounds, kept = divmod(used - 2, 4)
+        if kept in kept_last:
+            continue
+        kept_last.add(kept)
+        sequence, _ = run(draft_engine, prompt, replace(params, stop=(stop,)), lambda tokens: (truth + [0] * 3)[len(tokens) :][:3])
+        assert sequence.tokens == truth[:used]
+        assert (sequence.stats.rounds, sequence.stats.accepted) == (rounds + 1, 3 * rounds + min(kept + 1, 3))
+    assert kept_last == {0, 1, 2, 3}
 
 
 def test_a_stop_string_that_never_completes_is_text(engine):
