@@ -177,14 +177,18 @@ def test_append_writes_the_encoded_vectors_and_nothing_else(format: str) -> None
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_was_appended_is_read_back(format: str) -> None:
-    """A prompt in three pieces under one shared block table, as prefill appends it."""
+    """A prompt in three pieces under one shared block table, as prefill appends it; padding beyond the table hits no page."""
     rng = np.random.default_rng(8)
     table, total = some_tables(1, rng)[0], 150
     k, v = vectors(rng, 192, KV_HEADS), vectors(rng, 192, KV_HEADS)
-    pool = filled_with(format, "worst")
+    before = pool = filled_with(format, "worst")
     for start in (0, 64, 128):
         at = np.arange(start, start + 64)
-        pool = run_append(pool, k[at], v[at], table, np.where(at < total, at, -1).astype(np.int32), format)
+        homeless = np.where(at % 2, -1, PER_SLOT * PAGE + at)
+        pool = run_append(pool, k[at], v[at], table, np.where(at < total, at, homeless).astype(np.int32), format)
+    unused = np.setdiff1d(np.arange(1, POOL), table[:3])
+    for got, was in zip(jax.tree.leaves(pool), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(np.asarray(got)[unused].view(np.uint8), was[unused].view(np.uint8))
     for tokens in (64, total):
         got = read_tokens(pool, table, tokens)
         want = KVPages(encoded(k[:tokens], format, "k"), encoded(v[:tokens], format, "v"))
