@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,22 +131,22 @@ class ModelConfig:
 
     @classmethod
     def _from_text(cls, text: Mapping[str, Any]) -> ModelConfig:
-        def get(key: str) -> Any:
-            if text.get(key) is None:
-                raise ValueError(f"config.json: {key} is missing")
-            return text[key]
-
         rope = text.get("rope_parameters")
         if not isinstance(rope, Mapping):
             raise ValueError("config.json: rope_parameters is missing (an object with rope_theta, partial_rotary_factor, mrope_section)")
         _refuse_rope(rope)
-        theta, partial = (rope.get(k, text.get(k)) for k in ("rope_theta", "partial_rotary_factor"))
-        if theta is None or partial is None:
-            raise ValueError("config.json: rope_parameters must give rope_theta and partial_rotary_factor")
-        rotary = int(get("head_dim") * partial)
+        theta, partial = (
+            _number(rope if rope.get(k) is not None else text, k) for k in ("rope_theta", "partial_rotary_factor")
+        )
         section = rope.get("mrope_section")
         if section is None:
             raise ValueError("config.json: rope_parameters.mrope_section is missing")
+        if not isinstance(section, list | tuple) or len(section) != 3 or not all(_is_whole(n, 0) for n in section):
+            raise ValueError(f"config.json: rope_parameters.mrope_section is {section!r}, it must be three numbers of frequencies")
+        tied = text.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise ValueError(f"config.json: tie_word_embeddings is {tied!r}, it must be true or false")
+        get = functools.partial(_whole, text)
         return cls(
             vocab_size=get("vocab_size"),
             hidden_size=get("hidden_size"),
@@ -153,30 +155,57 @@ class ModelConfig:
             query_heads=get("num_attention_heads"),
             kv_heads=get("num_key_value_heads"),
             head_dim=get("head_dim"),
-            rotary_dim=rotary,
-            rope_theta=float(theta),
+            rotary_dim=int(get("head_dim") * partial),
+            rope_theta=theta,
             mrope_section=tuple(section),
             gdn_key_heads=get("linear_num_key_heads"),
             gdn_value_heads=get("linear_num_value_heads"),
             gdn_key_dim=get("linear_key_head_dim"),
             gdn_value_dim=get("linear_value_head_dim"),
             conv_width=get("linear_conv_kernel_dim"),
-            rms_norm_eps=get("rms_norm_eps"),
+            rms_norm_eps=_number(text, "rms_norm_eps"),
             max_positions=get("max_position_embeddings"),
-            tied_embeddings=bool(text.get("tie_word_embeddings", False)),
-            mtp_layers=text.get("mtp_num_hidden_layers", 0),
+            tied_embeddings=tied,
+            mtp_layers=get("mtp_num_hidden_layers", low=0) if "mtp_num_hidden_layers" in text else 0,
         )
 
 
 def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
-    count, given, interval = text.get("num_hidden_layers"), text.get("layer_types"), text.get("full_attention_interval")
+    given, interval = text.get("layer_types"), text.get("full_attention_interval")
     if given is not None:
-        if count is not None and len(given) != count:
-            raise ValueError(f"config.json: layer_types has {len(given)} entries, num_hidden_layers is {count}")
+        if not isinstance(given, list | tuple) or not given or not all(isinstance(kind, str) for kind in given):
+            raise ValueError(f"config.json: layer_types is {given!r}, it must be a list of {LINEAR} and {FULL}")
+        if text.get("num_hidden_layers") is not None and len(given) != _whole(text, "num_hidden_layers"):
+            raise ValueError(f"config.json: layer_types has {len(given)} entries, num_hidden_layers is {text['num_hidden_layers']}")
         return tuple(given)
-    if count is None or interval is None:
+    if text.get("num_hidden_layers") is None or interval is None:
         raise ValueError("config.json: layer_types is missing, and so is num_hidden_layers or full_attention_interval to derive it")
+    count, interval = _whole(text, "num_hidden_layers"), _whole(text, "full_attention_interval")
     return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(count))
+
+
+def _is_whole(value: object, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _whole(keys: Mapping[str, Any], key: str, low: int = 1) -> int:
+    value = _present(keys, key)
+    if not _is_whole(value, low):
+        raise ValueError(f"config.json: {key} is {value!r}, it must be a whole number of at least {low}")
+    return value
+
+
+def _number(keys: Mapping[str, Any], key: str) -> float:
+    value = _present(keys, key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key} is {value!r}, it must be a positive number")
+    return float(value)
+
+
+def _present(keys: Mapping[str, Any], key: str) -> Any:
+    if keys.get(key) is None:
+        raise ValueError(f"config.json: {key} is missing")
+    return keys[key]
 
 
 def _refuse_unknown(keys: Mapping[str, Any], allow_read: tuple[str, ...] | frozenset[str]) -> None:
@@ -207,6 +236,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; a model directory holds config.json") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(raw, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence as SequenceOf
 from dataclasses import replace
@@ -241,5 +242,10 @@ def _are_integers(tokens: Any) -> bool:
 
 
 def _has_template(path: Path) -> bool:
+    if (path / "chat_template.jinja").exists():
+        return True
     config = path / "tokenizer_config.json"
-    return (path / "chat_template.jinja").exists() or (config.exists() and "chat_template" in config.read_text("utf-8"))
+    try:
+        return config.exists() and json.loads(config.read_text("utf-8")).get("chat_template") is not None
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ValueError(f"{config}: not a JSON object ({error})") from None
