@@ -103,6 +103,30 @@ def dot(a: jax.Array, b: jax.Array, *, exact: bool = False) -> jax.Array:
     )
 
 
+def packed(
+    asm: str, twin: Callable[..., jax.Array], *args: jax.Array, dtype: Any, interpret: bool, pack: int = 2
+) -> jax.Array:
+    """PTX on `pack` neighbouring elements at a time, as 32-bit registers: `$0` the result, `$1`... the arguments.
+
+    It must act on each element alone: which elements are neighbours is the compiler's choice.
+
+    The compiler does not find such packed forms by itself. The interpreter knows no PTX and runs `twin(*args)`, which
+    must say the same in jnp.
+    """
+    if interpret:
+        return twin(*args)
+    shapes = {a.shape for a in args}
+    if len(shapes) != 1:
+        raise ValueError(f"packed: arguments of shapes {sorted(shapes)}")
+    registers = sum(pack * jnp.dtype(a.dtype).itemsize // 4 for a in args)
+    constraints = ",".join(["=r"] + ["r"] * registers)
+    out = jax.ShapeDtypeStruct(args[0].shape, dtype)
+    [result] = _triton.elementwise_inline_asm(
+        asm, args=list(args), constraints=constraints, pack=pack, result_shape_dtypes=[out]
+    )
+    return result
+
+
 def by_platform(*args: Any, pallas: Callable, xla: Callable, impl: str = "auto") -> Any:
     """`pallas(*args)` or `xla(*args)`: `auto` takes Pallas on a CUDA GPU and XLA on a CPU.
 
