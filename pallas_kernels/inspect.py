@@ -77,7 +77,7 @@ class Kernel:
     def occupancy(self, card: targets.Target) -> float:
         return self.blocks_per_sm(card) * self.threads / card.threads_per_sm
 
-    def executed(self, tensor_ops: int | None = None, trips: Sequence[int] | None = None) -> float:
+    def executed(self, tensor_ops: int | None = None, trips: Sequence[float] | None = None) -> float:
         """Instructions one warp executes, on average: straight code + sum of loop body x passes.
 
         tensor_ops: tensor-core instructions a warp needs in all (known from the problem's size). The loops that
@@ -99,6 +99,12 @@ class Kernel:
         return total + sum(loop.instructions * n for loop, n in zip(self.loops, trips))
 
 
+    def requested_bytes(self, trips: Sequence[float]) -> float:
+        """Bytes a thread asks of global memory by loads, copies to shared memory included."""
+        total = _load_bytes(self.straight)
+        return total + sum(_load_bytes(loop.ops) * n for loop, n in zip(self.loops, trips))
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """A compiled function: its kernels, launches and copies, and the bytes of its buffers."""
@@ -116,6 +122,15 @@ class Report:
 def count(ops: collections.Counter, *prefixes: str) -> int:
     """Opcodes that start with one of `prefixes`: `count(ops, "LDS.U8")`."""
     return sum(n for op, n in ops.items() if op.startswith(prefixes))
+
+
+def _load_bytes(ops: collections.Counter) -> int:
+    total = 0
+    for op, n in ops.items():
+        if op.startswith(("LDG.", "LDGSTS.")):
+            width = re.search(r"\.(?:[SU]?(8|16)|(64|128))\b", op)
+            total += n * (int(width[1] or width[2]) // 8 if width else 4)
+    return total
 
 
 def report(
@@ -229,7 +244,3 @@ def _loops(sass: str, name: str) -> tuple[collections.Counter, tuple[Loop, ...]]
         (inside[holders[-1]] if holders else straight)[op] += 1
     return straight, tuple(Loop(ops) for ops in inside)
 
-
-def buffers(args: Sequence[Any]) -> int:
-    """Bytes of a tree of arrays or shape structs."""
-    return sum(a.size * jax.numpy.dtype(a.dtype).itemsize for a in jax.tree.leaves(args))

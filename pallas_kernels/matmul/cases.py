@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul import kernel, prefill, quantised
+from pallas_kernels.matmul import kernel, prefill, quantised, reference
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 5120, 17408, 248320
 
@@ -55,6 +55,24 @@ class Case:
         return prefill.prefill(
             x, weight, residual, route=self.activations, swiglu=self.swiglu, interpret=interpret
         )
+
+    def sample(self, key: jax.Array) -> list[Any]:
+        """Random arguments for `call`."""
+        keys = jax.random.split(key, 4)
+        weight = jax.random.normal(keys[1], (self.k, self.n), jnp.float32) / self.k**0.5
+        return [
+            jax.random.normal(keys[0], (self.rows, self.k), jnp.bfloat16),
+            quantised.quantise(weight, bits=self.bits, group=self.group),
+            0.2 * jax.random.normal(keys[2], (self.k,), jnp.bfloat16) if self.norm else None,
+            jax.random.normal(keys[3], (self.rows, self.out_columns), jnp.bfloat16) if self.residual else None,
+        ]
+
+    def reference(self, x: Any, weight: Any, norm: Any, residual: Any) -> jax.Array:
+        return reference.quantised_linear(x, weight, norm, residual, swiglu=self.swiglu)
+
+    @property
+    def allowed_error(self) -> float:
+        return 4e-2 if self.activations == "int8" else 4e-3
 
     @property
     def weight_bytes(self) -> int:

@@ -35,14 +35,14 @@ class Config:
 
 
 def default_config(columns: int, group: int, swiglu: bool) -> Config:
-    """Enough blocks for every SM to hold several at once: the narrower, the fewer columns there are.
+    """The widest blocks that still give every SM of a 4090 one: each block reads all of x from L2.
 
     A SwiGLU block computes its columns twice, of gate and of up. Groups of 128 make tiles of twice the size.
     """
-    stages = 2 if group == 128 else 3
-    if columns >= 12288 and not swiglu:
-        return Config(64, 4, stages)
-    return Config(32, 4, stages if swiglu else stages + 1)
+    total = columns * (2 if swiglu else 1)
+    wide = 32 if total < 12288 else 64 if total < 128 * 128 or group == 128 else 128
+    stages = (2 if group == 128 else 3) + (wide == 32)
+    return Config(wide // 2 if swiglu else wide, max(4, wide // 16), stages)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "swiglu", "out_dtype", "config", "interpret"))

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import inspect, matmul, targets
-from pallas_kernels.matmul import cases, kernel, prefill, quantised
+from pallas_kernels import matmul, targets
+from pallas_kernels.lab import rows
+from pallas_kernels.matmul import cases, kernel, quantised
 
 BF16 = jnp.bfloat16
 
@@ -151,3 +152,35 @@ def test_bad_input_is_named():
         matmul.quantise(jnp.zeros((64, 64)), bits=3)
     with pytest.raises(ValueError, match=r"group: 48 is not one of \(32, 64, 128\)"):
         matmul.quantise(jnp.zeros((64, 64)), group=48)
+
+
+@functools.cache
+def compiled(case, target="rtx4090"):
+    return rows.measure(case, target)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda c: c.name)
+def test_compiled_for_a_4090(case):
+    """Registers, shared memory, tensor cores and the instruction budget, from the machine code for sm_89."""
+    row = compiled(case)
+    assert row.spill_bytes == 0
+    assert row.smem_bytes <= 99 * 1024
+    assert row.tensor_core_instructions > 0
+    # Unpacking: no byte or 16-bit loads from shared memory, words by 128 bits, no conversion from integer.
+    assert not any(op.startswith(("LDS.U", "LDS.S", "LDL", "STL")) for op in row.loads)
+    assert any(op.startswith("LDS.128") for op in row.loads)
+    assert row.conversions == 0
+    if case.decode:
+        assert row.launches == 1
+        assert row.bytes_moved <= 1.05 * row.ideal_bytes
+        assert row.thread_instructions_per_byte <= 25
+        assert row.limit == "memory"
+
+
+@pytest.mark.parametrize("target", sorted(set(targets.names()) - {"rtx4090"}))
+@pytest.mark.parametrize("name", ["mlp.gate_up", "head", "mlp.down.prefill", "mlp.down.prefill_int8"])
+def test_compiles_for_other_cards(name, target):
+    (case,) = (c for c in cases.CASES if c.name == name)
+    row = compiled(case, target)
+    assert row.tensor_core_instructions > 0
+    assert row.smem_bytes <= targets.get(target).smem_per_block
