@@ -76,7 +76,7 @@ def load(ref: Any, index: Any, mask: jax.Array | None = None, other: Any = 0) ->
 
     index: as for indexing; `pl.ds` for ranges, integer arrays for gathers.
     """
-    value = _triton.load(ref.at[index], mask=mask, other=None if mask is None else other)
+    value = _triton.load(ref.at[_arrays(index)], mask=mask, other=None if mask is None else other)
     _check_size(value.shape)
     return value
 
@@ -84,7 +84,7 @@ def load(ref: Any, index: Any, mask: jax.Array | None = None, other: Any = 0) ->
 def store(ref: Any, index: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
     """`ref[index] = value` where `mask` is true."""
     _check_size(value.shape)
-    _triton.store(ref.at[index], value.astype(ref.dtype), mask=mask)
+    _triton.store(ref.at[_arrays(index)], value.astype(ref.dtype), mask=mask)
 
 
 def dot(a: jax.Array, b: jax.Array, *, exact: bool = False) -> jax.Array:
@@ -144,6 +144,13 @@ def by_platform(*args: Any, pallas: Callable, xla: Callable, impl: str = "auto")
 
 def is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
+
+
+def _arrays(index: Any) -> Any:
+    """The interpreter of jax 0.10 trips over Python integers among the indices."""
+    if isinstance(index, tuple):
+        return tuple(_arrays(i) for i in index)
+    return jnp.int32(index) if isinstance(index, int) else index
 
 
 def _check_size(shape: tuple[int, ...]) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul import kernel, prefill, quantised, reference
+from pallas_kernels.matmul import head, kernel, prefill, quantised, reference
 
-HIDDEN, INTERMEDIATE, VOCABULARY = 5120, 17408, 248320
+HIDDEN, INTERMEDIATE = 5120, 17408
+# Rows of the head, and how many of them a tokenizer can name; the rest is never sampled.
+VOCABULARY, NAMED = 248320, 248077
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +99,34 @@ class Case:
         return (-(-self.k // kernel.NORM_CHUNK),) if self.norm and self.decode else ()
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadCase(Case):
+    """Candidates of the output head: `keep` a block of columns."""
+
+    keep: int = 1
+    valid: int = NAMED
+
+    op = "head"
+
+    def call(self, x: Any, weight: Any, norm: Any, residual: None, interpret: bool = False) -> Any:
+        return head.block_candidates(x, weight, norm, keep=self.keep, valid=self.valid, interpret=interpret)[0]
+
+    def reference(self, x: Any, weight: Any, norm: Any, residual: None) -> jax.Array:
+        logits = reference.quantised_linear(x, weight, norm, out_dtype=jnp.float32)[:, : self.valid]
+        pad = -self.valid % head.BLOCK
+        logits = jnp.pad(logits, ((0, kernel.ROWS - self.rows), (0, pad)), constant_values=-jnp.inf)
+        blocks = jnp.swapaxes(logits.reshape(kernel.ROWS, -1, head.BLOCK), 0, 1)
+        return jax.lax.top_k(blocks, self.keep)[0]
+
+    @property
+    def ideal_bytes(self) -> int:
+        candidates = 8 * kernel.ROWS * self.keep * -(-self.n // head.BLOCK)
+        return self.weight_bytes + 2 * (self.rows * self.k + self.k) + candidates
+
+
 def _twin(case: Case, k: int, n: int, rows: int) -> Case:
-    return dataclasses.replace(case, name=case.name + ".small", k=k, n=n, rows=rows)
+    small = {"valid": n - 7} if isinstance(case, HeadCase) else {}
+    return dataclasses.replace(case, name=case.name + ".small", k=k, n=n, rows=rows, **small)
 
 
 DECODE = (
@@ -109,7 +137,7 @@ DECODE = (
     Case("mlp.gate_up", HIDDEN, 2 * INTERMEDIATE, norm=True, swiglu=True),
     Case("mlp.down", INTERMEDIATE, HIDDEN, residual=True),
     Case("mtp.fc", 2 * HIDDEN, HIDDEN, bits=8, group=32),
-    Case("head", HIDDEN, VOCABULARY, bits=8, group=32, norm=True),
+    Case("head.logits", HIDDEN, VOCABULARY, bits=8, group=32, norm=True),
     Case("mlp.gate_up.g32", HIDDEN, 2 * INTERMEDIATE, group=32, norm=True, swiglu=True),
     Case("mlp.down.g128", INTERMEDIATE, HIDDEN, group=128, residual=True),
 )
@@ -121,8 +149,12 @@ PREFILL = (
     Case("mtp.fc.prefill", 2 * HIDDEN, HIDDEN, rows=1024, bits=8, group=32),
     Case("mtp.fc.prefill_int8", 2 * HIDDEN, HIDDEN, rows=1024, bits=8, group=32, activations="int8"),
 )
-CASES = DECODE + PREFILL
+HEAD = (
+    HeadCase("argmax", HIDDEN, VOCABULARY, bits=8, group=32, norm=True),
+    HeadCase("top_k", HIDDEN, VOCABULARY, bits=8, group=32, norm=True, keep=head.KEEP),
+)
+CASES = DECODE + PREFILL + HEAD
 # Twins a CPU interprets in a moment; none of their sizes is a multiple of a block.
 SMALL = tuple(
-    _twin(case, 300 if case.group < 128 else 700, 128 if case.swiglu else 200, 5 if case.decode else 150) for case in CASES
+    _twin(case, 300 if case.group < 128 else 700, 256 if case.swiglu else 200, 5 if case.decode else 150) for case in CASES
 )

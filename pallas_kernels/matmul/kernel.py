@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.matmul import unpack
-from pallas_kernels.matmul.quantised import QuantisedWeight
+from pallas_kernels.matmul.quantised import COLUMNS, QuantisedWeight
 
 ROWS = 16
 NORM_CHUNK = 256
@@ -62,6 +62,8 @@ def decode(
     rows, _ = x.shape
     n = weight.shape[1] // 2 if swiglu else weight.shape[1]
     config = config or default_config(n, weight.group, swiglu)
+    if COLUMNS % config.columns:
+        raise ValueError(f"decode: {config.columns} columns a block must divide {COLUMNS}, the padding of weights")
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
     operands = [a for a in (x, weight.words, weight.scales, norm, residual) if a is not None]
     kernel = functools.partial(

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.matmul import unpack
-from pallas_kernels.matmul.quantised import QuantisedWeight
+from pallas_kernels.matmul.quantised import COLUMNS, QuantisedWeight
 
 # As int32 these bits plus an integer below 2^22 are the float 1.5 x 2^23 + that integer: no conversion needed.
 _MAGIC_BITS, _MAGIC = 0x4B400000, 12582912.0
@@ -70,6 +70,8 @@ def prefill(
     rows = x.shape[0]
     n = weight.shape[1] // 2 if swiglu else weight.shape[1]
     config = config or default_config(route, swiglu)
+    if COLUMNS % config.columns:
+        raise ValueError(f"prefill: {config.columns} columns a block must divide {COLUMNS}, the padding of weights")
     activations = quantise_activations(x, weight.group) if route == "int8" else (x,)
     operands = [*activations, weight.words, weight.scales] + ([] if residual is None else [residual])
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)

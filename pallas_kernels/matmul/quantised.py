@@ -22,7 +22,7 @@ import numpy as np
 
 BITS = (4, 8)
 GROUPS = (32, 64, 128)
-COLUMNS = 64  # N is padded to a multiple of this
+COLUMNS = 128  # N is padded to a multiple of this, the widest block of any kernel: blocks never overhang
 _CODE_MAX = {4: 7, 8: 127}
 _CODE_MIN = {4: -8, 8: -127}
 
