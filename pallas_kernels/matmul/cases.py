@@ -112,9 +112,10 @@ class HeadCase(Case):
         return head.block_candidates(x, weight, norm, keep=self.keep, valid=self.valid, interpret=interpret)[0]
 
     def reference(self, x: Any, weight: Any, norm: Any, residual: None) -> jax.Array:
+        # The kernel computes all 16 rows of its tile, the missing ones from zeros.
+        x = jnp.pad(x, ((0, kernel.ROWS - self.rows), (0, 0)))
         logits = reference.quantised_linear(x, weight, norm, out_dtype=jnp.float32)[:, : self.valid]
-        pad = -self.valid % head.BLOCK
-        logits = jnp.pad(logits, ((0, kernel.ROWS - self.rows), (0, pad)), constant_values=-jnp.inf)
+        logits = jnp.pad(logits, ((0, 0), (0, -self.valid % head.BLOCK)), constant_values=-jnp.inf)
         blocks = jnp.swapaxes(logits.reshape(kernel.ROWS, -1, head.BLOCK), 0, 1)
         return jax.lax.top_k(blocks, self.keep)[0]
 
