@@ -120,4 +120,6 @@ def compile_for(
     options = {"xla_gpu_autotune_level": 0}  # candidates cannot be timed without a device
     if dump_to is not None:
         options["xla_dump_to"] = str(dump_to)
+        if jax.__version_info__ >= (0, 11):  # older versions dump the PTX unasked
+            options["xla_dump_emitter_re"] = "ptx"
     return lower_for(fn, args, target, donate=donate).compile(compiler_options=options)
