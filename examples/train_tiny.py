@@ -1,9 +1,10 @@
 """Train the bundled model, `weights/tiny`: the 27B's architecture at 7 million parameters, MTP head included.
 
-    pip install -e '.[train]' && python examples/train_tiny.py
+    make train        # = train_tiny.py --steps 4000 --stop 1600, then train_tiny.py --resume --steps 1400 --rate 1.5e-3
 
 The network is the one that serves (`ninfer_jax.model`), run over whole sequences. The MTP head is trained jointly and
-unrolled, because drafting applies it to its own output. Writes config.json, model.safetensors (BF16), training.json
+unrolled three steps, because drafting applies it to its own output; its targets are the trunk's own distributions, as
+those, and not the text, decide whether a draft is accepted. Writes config.json, model.safetensors (BF16), training.json
 (recipe, seed, versions, losses) and loss.png into the output directory, and checkpoints on the way.
 """
 
@@ -30,7 +31,7 @@ from ninfer_jax.model.sequence import forward_sequences, mtp_sequences
 from tiny_chat import chat_documents
 from tiny_corpus import build_corpus, check_digest
 from tiny_tokenizer import TINY_DIR, encode_split, load_tokenizer
-from weights import TensorSpec, save_checkpoint
+from weights import Checkpoint, TensorSpec, load_parameters, save_checkpoint
 
 VOCAB_ROWS = 1088  # 1024 ids and 64 rows that no token has, as the real vocabulary is padded too
 HF_CONFIG = {
@@ -70,7 +71,7 @@ HF_CONFIG = {
         "mrope_interleaved": True,
     },
 }
-MTP_WEIGHTS = (0.3, 0.2)  # loss weights of the first and second draft step
+MTP_WEIGHTS = (0.3, 0.2, 0.15)  # loss weights of the draft steps
 
 
 def initial(spec: TensorSpec, rng: np.random.Generator, layers: int) -> np.ndarray:
@@ -99,6 +100,13 @@ def cross_entropy(model: TextModel, hidden: jax.Array, targets: jax.Array) -> ja
     return (jax.nn.logsumexp(logits, axis=-1) - chosen).reshape(targets.shape)
 
 
+def agreement_loss(model: TextModel, hidden: jax.Array, target_logits: jax.Array) -> jax.Array:
+    """Cross-entropy of drafts against the trunk's distribution, `[batch, tokens]`; no gradient reaches the target."""
+    logits = model.logits(hidden.reshape(-1, hidden.shape[-1])).reshape(target_logits.shape)
+    target = jax.lax.stop_gradient(jax.nn.softmax(target_logits, axis=-1))
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(target * logits, axis=-1)
+
+
 def windows(stream: np.ndarray, batch: int, size: int, seed: int) -> Iterator[np.ndarray]:
     """Random stretches of the stream; every token starts a stretch equally often."""
     rng = np.random.default_rng(seed)
@@ -123,10 +131,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=TINY_DIR)
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--stop", type=int, help="end after this step of the schedule, to go on with --resume")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rate", type=float, default=2.5e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, with fresh moments")
     parser.add_argument("--checkpoint-every", type=int, default=500)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -144,18 +154,31 @@ def main() -> None:
     graph, described = split_model(model)
     rng = np.random.default_rng(args.seed)
     specs = parameter_specs(model)
-    parameters = fill(described, {s.name: jnp.asarray(initial(s, rng, config.layers)) for s in specs})
+    history: dict[str, list] = {"stages": [], "train": [], "heldout": []}
+    if args.resume:
+        arrays = load_parameters(Checkpoint.open(args.out), specs, device_put=jax.device_put)
+        history = {key: json.loads((args.out / "training.json").read_text())[key] for key in history}
+    else:
+        arrays = {s.name: jnp.asarray(initial(s, rng, config.layers)) for s in specs}
+    parameters = fill(described, arrays)
+    done = history["train"][-1][0] if history["train"] else 0
+    stage = {"steps": args.steps, "batch": args.batch, "length": args.length, "rate": args.rate, "seed": args.seed}
+    history["stages"].append(stage)
     ahead = len(MTP_WEIGHTS)
 
     def loss(parameters, tokens):
         model = nnx.merge(graph, parameters)
         length = args.length
         hidden = forward_sequences(model, tokens[:, :length])
-        main_loss = cross_entropy(model, hidden, tokens[:, 1 : length + 1]).mean()
+        logits = model.logits(hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:2], -1)
+        chosen = jnp.take_along_axis(logits, tokens[:, 1 : length + 1, None], axis=-1)[..., 0]
+        main_loss = (jax.nn.logsumexp(logits, axis=-1) - chosen).mean()
         total, draft_losses = main_loss, []
         for step, weight in enumerate(MTP_WEIGHTS):
             hidden = mtp_sequences(model, hidden, tokens[:, 1 + step : length + 1 + step])
-            draft = cross_entropy(model, hidden, tokens[:, 2 + step : length + 2 + step]).mean()
+            # Slot t proposes token t + 2 + step, which the trunk predicts from position t + 1 + step.
+            known = length - 1 - step
+            draft = agreement_loss(model, hidden[:, :known], logits[:, 1 + step :]).mean()
             total += weight * draft
             draft_losses.append(draft)
         return total, (main_loss, *draft_losses)
@@ -177,39 +200,39 @@ def main() -> None:
         model = nnx.merge(graph, parameters)
         return cross_entropy(model, forward_sequences(model, tokens[:, :-1]), tokens[:, 1:])
 
-    def save(parameters, history, seconds):
+    def save(parameters):
         flat = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(parameters)}
         save_checkpoint(args.out, {n: np.asarray(a).astype(ml_dtypes.bfloat16) for n, a in flat.items()}, HF_CONFIG)
         record = {
-            "steps": args.steps, "batch": args.batch, "length": args.length, "rate": args.rate, "seed": args.seed,
             "mtp_weights": MTP_WEIGHTS, "parameters": sum(a.size for a in flat.values()), "train_tokens": len(train),
             "corpus_sha256": corpus.sha256, "python": platform.python_version(), "jax": jax.__version__,
-            "seconds": round(seconds), "heldout_bytes": heldout_bytes, **history,
+            "heldout_bytes": heldout_bytes, **history,
         }  # fmt: skip
         (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
         plot(record, args.out / "loss.png")
 
-    history: dict[str, list] = {"train": [], "heldout": []}
-    batches = windows(train, args.batch, args.length + 1 + ahead, args.seed)
+    batches = windows(train, args.batch, args.length + 1 + ahead, args.seed + done)
     recent: list[np.ndarray] = []
     began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
-        task = progress.add_task("training", total=args.steps)
-        for number in range(1, args.steps + 1):
+        last = min(args.stop or args.steps, args.steps)
+        task = progress.add_task("training", total=last)
+        for number in range(1, last + 1):
             parameters, moments, parts = step(parameters, moments, next(batches))
             recent.append(np.asarray(parts))
             progress.advance(task)
             if number % 50 == 0:
                 mean = np.mean(recent, axis=0)
                 recent.clear()
-                history["train"].append([number, *(round(float(x), 4) for x in mean)])
-                progress.update(task, description=f"loss {mean[0]:.3f}, drafts {mean[1]:.3f} {mean[2]:.3f}")
-            if number % args.checkpoint_every == 0 or number == args.steps:
+                history["train"].append([done + number, *(round(float(x), 4) for x in mean)])
+                progress.update(task, description="loss " + " ".join(f"{x:.3f}" for x in mean))
+            if number % args.checkpoint_every == 0 or number == last:
                 nats = heldout_nats(evaluate, parameters, heldout, args.length, 8) / heldout_bytes
-                history["heldout"].append([number, round(nats, 4)])
-                progress.console.print(f"step {number}: held-out {nats:.4f} nats/byte, {time.monotonic() - began:.0f} s")
-                save(parameters, history, time.monotonic() - began)
+                history["heldout"].append([done + number, round(nats, 4)])
+                stage["done"], stage["seconds"] = number, round(time.monotonic() - began)
+                progress.console.print(f"step {done + number}: held-out {nats:.4f} nats/byte, {stage['seconds']} s")
+                save(parameters)
 
 
 def plot(record: dict, path: Path) -> None:
@@ -220,9 +243,12 @@ def plot(record: dict, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    train = np.array(record["train"])
-    for column, label in ((1, "next token"), (2, "first draft"), (3, "second draft")):
-        left.plot(train[:, 0], train[:, column], label=label)
+    # Stages may have logged different numbers of draft losses.
+    width = max(map(len, record["train"]))
+    train = np.array([row + [np.nan] * (width - len(row)) for row in record["train"]])
+    for column, label in ((1, "next token"), (2, "first draft"), (3, "second draft"), (4, "third draft")):
+        if column < width:
+            left.plot(train[:, 0], train[:, column], label=label)
     left.set(xlabel="step", ylabel="nats per token", title="training")
     left.legend()
     heldout = np.array(record["heldout"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MAX_BIASES = 1024
 MAX_STOP_IDS = 16
 MAX_TOP_LOGPROBS = 20
+_INT32_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
-            _integer("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
+            _integer("max_new_tokens", self.max_new_tokens, 1, _INT32_MAX)
         _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, -1, 1 << 31)
+        _integer("top_k", self.top_k, -1, _INT32_MAX)
         _number("top_p", self.top_p, 0.0, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
@@ -57,16 +57,24 @@ class SamplingParams:
             _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.seed is not None:
             _integer("seed", self.seed, 0, (1 << 64) - 1)
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop is {self.stop!r}, it must be a sequence of non-empty strings")
+        if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop is {self.stop!r}, it must be a list or tuple of non-empty strings")
+        if not isinstance(self.stop_ids, list | tuple):
+            raise ValueError(f"stop_ids is {self.stop_ids!r}, it must be a list or tuple of token ids")
+        if len(self.stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_ids has {len(self.stop_ids)} entries, at most {MAX_STOP_IDS} are allowed")
+        for token in self.stop_ids:
+            _integer("stop_ids", token, 0, _INT32_MAX)
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
-        for token in self.stop_ids:
-            _integer("stop_ids", token, 0, (1 << 31) - 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos is {self.ignore_eos!r}, it must be True or False")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias is {self.logit_bias!r}, it must map token ids to numbers")
         if len(self.logit_bias) > MAX_BIASES:
             raise ValueError(f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_BIASES} are allowed")
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, (1 << 31) - 1)
+            _integer("logit_bias", token, 0, _INT32_MAX)
             _number(f"logit_bias[{token}]", bias, -1e4, 1e4)
 
 
@@ -80,5 +88,5 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 def _number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is {value!r}, it must be a number from {low:g} to {high:g}")
-    if math.isnan(value) or not low <= value <= high:
+    if not low <= value <= high:  # NaN compares false
         raise ValueError(f"{name} is {value}, it must be from {low:g} to {high:g}")

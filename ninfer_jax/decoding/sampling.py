@@ -42,8 +42,8 @@ class SamplingState(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Per row: token int32 `[rows]`, its log-probability float32 `[rows]`, and the 20 most likely tokens `[rows, 20]`
-    with theirs (zeros unless the slot asked), all from the unmodified distribution."""
+    """Per row: token int32 `[S, rows]`, its log-probability float32 `[S, rows]`, and the 20 most likely tokens
+    `[S, rows, 20]` with theirs (zeros unless a slot asked), all from the unmodified distribution."""
 
     token: jax.Array
     logprob: jax.Array
@@ -68,7 +68,7 @@ def choose(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: in
     """Draw a token for every row.
 
     logits float32 `[S, rows, V]`; drafts int32 `[S, rows - 1]`: row r is drawn as if drafts[:r] had been generated.
-    Ids from `valid` on are padding rows of the matrix and never drawn. Results are `[S * rows]`-shaped per `Choice`.
+    Ids from `valid` on are padding rows of the matrix and never drawn.
     """
     slots, rows, vocab = logits.shape
     logits = jnp.where(jnp.arange(vocab) < valid, logits, -jnp.inf)
@@ -117,7 +117,9 @@ def _adjust(logits: jax.Array, state: SamplingState, drafts: jax.Array) -> jax.A
 
 def _draw(adjusted: jax.Array, state: SamplingState, index: jax.Array) -> jax.Array:
     vocab = adjusted.shape[-1]
-    scaled = adjusted / jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
+    # From the largest logit down, so that a tiny temperature gives -inf and never inf - inf.
+    below = adjusted - jnp.max(adjusted, axis=-1, keepdims=True)
+    scaled = below / jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
     uniform = jax.vmap(lambda key, n: jax.vmap(lambda i: _uniform(key, i))(n))(state.key, index)
     values, ids = jax.lax.top_k(scaled, min(CANDIDATES, vocab))
     few = _draw_sorted(values, ids, state, uniform)

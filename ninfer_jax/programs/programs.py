@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ninfer_jax.decoding import SamplingParams
@@ -20,27 +21,36 @@ from ninfer_jax.state import State, StateShape, state_struct
 Compiled = Callable[..., Any]
 
 
+# What `compile_all` compiles. The state is allocated by a program too: one kernel launch instead of one compilation an array.
+ALWAYS = ("allocate", "admit", "release", "prefill", "begin", "decode_round")
+
+
 class Programs:
     """`prefill`, `begin`, `decode_round`, `admit`, `release` and `head`, each for exactly one shape.
 
     Every program but `head` takes the state, whose buffers it reuses, and returns the new one first. `compile_all`
-    compiles those five; `head` (logits of a whole chunk, for scoring) is compiled when first asked for.
+    compiles those; `head` (logits of a whole chunk, for scoring) is compiled when first asked for.
     """
 
     def __init__(self, model: TextModel, shape: StateShape, prefill_chunk_tokens: int, valid_ids: int, platform: str):
         graph, described = nnx.split(model)
-        self._platform = platform
         self.shape, self.chunk, self.config = shape, prefill_chunk_tokens, model.config
+        self.platform = platform
         self._parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), described)
-        self._functions = _functions(graph, shape.kv, valid_ids, rows_together=platform != "cpu")
+        struct = state_struct(model.config, shape)
+        self._functions = {"allocate": (lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), struct), ())} | _functions(graph, shape.kv, valid_ids, rows_together=platform != "cpu")
         self._compiled: dict[str, Compiled] = {}
 
-    def compile_all(self, progress: Callable[[str], None] | None = None) -> None:
-        """Compile what generation needs, telling `progress` the name of each program before it starts."""
-        for name in ("admit", "release", "prefill", "begin", "decode_round"):
-            if progress:
-                progress(name)
+    def compile_all(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile what generation needs, telling `progress` how many programs of how many are done."""
+        for done, name in enumerate(ALWAYS, 1):
             self._get(name)
+            if progress:
+                progress(done, len(ALWAYS))
+
+    def allocate(self) -> State:
+        """A zeroed state: every slot empty, every page free."""
+        return self._get("allocate")()
 
     def lowered(self, name: str) -> jax.stages.Lowered:
         """The named program before compilation, for inspection and for compiling elsewhere."""
@@ -72,7 +82,7 @@ class Programs:
 
     def _get(self, name: str) -> Compiled:
         if name not in self._compiled:
-            self._compiled[name] = self.lowered(name).compile(_compiler_options(name, self._platform))
+            self._compiled[name] = self.lowered(name).compile(_compiler_options(name, self.platform))
         return self._compiled[name]
 
     def _arguments(self, name: str) -> tuple[Any, ...]:
@@ -80,8 +90,10 @@ class Programs:
         integer = jax.ShapeDtypeStruct((), jnp.int32)
         tokens = jax.ShapeDtypeStruct((self.chunk,), jnp.int32)
         table = state.slots.table
+        if name == "allocate":
+            return ()
         if name == "admit":
-            example = admission(0, jnp.zeros(table.shape[1], jnp.int32), 1, SamplingParams(), 0, ())
+            example = admission(0, np.zeros(table.shape[1], np.int32), 1, SamplingParams(), 0, ())
             return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
         if name == "release":
             return state, integer

@@ -98,22 +98,25 @@ def verify_rows_one_by_one(model: TextModel, state: State, rows: jax.Array, kv: 
         zero = opaque_zero(state.slots.length)
 
         def one_row(row: jax.Array, carry: tuple) -> tuple:
-            out, pools, mine = carry
+            out, pools, (slots, recurrent, conv), before = carry
+            # The row before enters the states only now, because the last one never has to: plain decoding folds nothing
+            # here. The count is data, so that this is the loop that `fold` runs, not an unrolled cousin of it.
+            once = jnp.minimum(row, 1)[None]
+            recurrent = tuple(fold_transitions(s, t, once, zero) for s, t in zip(recurrent, before, strict=True))
             token = jax.lax.dynamic_slice(rows, (slot, row), (1, 1))
-            done = verify_rows_together(model, _with_slot(state._replace(kv=pools), mine), token, kv)
+            here = _with_slot(state._replace(kv=pools), (slots, recurrent, conv))
+            done = verify_rows_together(model, here, token, kv)
             out = jax.tree.map(
                 lambda to, x: jax.lax.dynamic_update_slice(to, x, (slot, row, *(0,) * (x.ndim - 2))), out, done._replace(kv=())
             )
-            slots, recurrent, conv = mine
-            once = jnp.ones(1, jnp.int32)
-            recurrent = tuple(
-                fold_transitions(s, r.transitions, once, zero) for s, r in zip(recurrent, done.replays, strict=True)
-            )
             conv = tuple(jnp.concatenate([c, r.raw], axis=1)[:, 1:] for c, r in zip(conv, done.replays, strict=True))
-            return out, done.kv, (slots._replace(length=slots.length + 1), recurrent, conv)
+            mine = (slots._replace(length=slots.length + 1), recurrent, conv)
+            return out, done.kv, mine, tuple(r.transitions for r in done.replays)
 
         # The bound is data, so the loop stays a loop at one row too: plain decoding runs this very body.
-        out, pools, _ = jax.lax.fori_loop(0, jnp.where(mine[0].active[0], width, 0), one_row, (*carry, mine))
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(r.transitions for r in shapes.replays))
+        width_here = jnp.where(mine[0].active[0], width, 0)
+        out, pools, *_ = jax.lax.fori_loop(0, width_here, one_row, (*carry, mine, nothing))
         return out, pools
 
     out, pools = jax.lax.fori_loop(0, count, one_slot, (room, state.kv))
@@ -122,14 +125,20 @@ def verify_rows_one_by_one(model: TextModel, state: State, rows: jax.Array, kv: 
 
 def fold(state: State, replays: tuple[Replay, ...], emitted: jax.Array) -> State:
     """Recurrent and convolution states after the first `emitted[slot]` rows, int32 `[S]`."""
-    recurrent, conv = [], []
     zero = opaque_zero(state.slots.length)
-    for before, kept, replay in zip(state.recurrent, state.conv, replays, strict=True):
-        recurrent.append(fold_transitions(before, replay.transitions, emitted, zero))
+
+    def one_slot(slot: jax.Array, states: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), (states, replays, emitted))
+        kept = tuple(fold_transitions(s, r.transitions, mine[2], zero) for s, r in zip(*mine[:2], strict=True))
+        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, 0), states, kept)
+
+    recurrent = jax.lax.fori_loop(0, emitted.shape[0], one_slot, state.recurrent)
+    conv = []
+    for kept, replay in zip(state.conv, replays, strict=True):
         window = jnp.concatenate([kept, replay.raw], axis=1)
         columns = emitted[:, None] + jnp.arange(kept.shape[1])
         conv.append(jnp.take_along_axis(window, columns[..., None], axis=1))
-    return state._replace(recurrent=tuple(recurrent), conv=tuple(conv))
+    return state._replace(recurrent=recurrent, conv=tuple(conv))
 
 
 def _recur(

@@ -42,12 +42,13 @@ def _one_slot(
 ) -> jax.Array:
     rows, kv_heads, group, head_dim = q.shape
     block = BLOCK_PAGES * PAGE
+    last = jnp.minimum(positions, filled - 1)
 
     def step(i: jax.Array, carry: tuple) -> tuple:
         k, v = load_block(pool, jax.lax.dynamic_slice_in_dim(table, i * BLOCK_PAGES, BLOCK_PAGES), format)
         token = i * block + jnp.arange(block)
         v = jnp.where((token < filled)[:, None], v, 0.0)  # stale pages may hold anything
-        return tuple(_row(q[r], k, v, token <= positions[r], *carry[r]) for r in range(rows))
+        return tuple(_row(q[r], k, v, token <= last[r], *carry[r]) for r in range(rows))
 
     start = (
         jnp.full((kv_heads, group), _NEVER, jnp.float32),

@@ -2,6 +2,9 @@
 
 Page 0 belongs to nobody. Block-table entries that own no page hold 0, so rows without a home (padding, empty slots,
 drafts beyond the context) are written there and never read.
+
+Pools are gathered from and scattered into in place; nothing ever reads or writes all of one. For that, bfloat16 codes
+are kept as uint16 words: XLA's CPU compiler writes into a bfloat16 array by turning all of it into float32 and back.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ PAGE = 64
 
 
 class KVPages(NamedTuple):
-    """Packed keys and values of one layer, leaves `[pages, kv_heads, 64, ...]`."""
+    """Packed keys and values of one layer, leaves `[pages, kv_heads, 64, ...]`; bfloat16 codes as uint16 words."""
 
     k: Packed
     v: Packed
@@ -26,7 +29,8 @@ class KVPages(NamedTuple):
 def pages_struct(format: str, pages: int, kv_heads: int, head_dim: int) -> KVPages:
     """Shapes and dtypes of a pool of `pages` pages."""
     lead = (pages, kv_heads, PAGE)
-    return KVPages(packed_struct(format, "k", lead, head_dim), packed_struct(format, "v", lead, head_dim))
+    packed = KVPages(packed_struct(format, "k", lead, head_dim), packed_struct(format, "v", lead, head_dim))
+    return jax.eval_shape(lambda pool: jax.tree.map(_to_pages, pool), packed)
 
 
 def append(pool: KVPages, k: jax.Array, v: jax.Array, table: jax.Array, positions: jax.Array, format: str) -> KVPages:
@@ -42,7 +46,7 @@ def append(pool: KVPages, k: jax.Array, v: jax.Array, table: jax.Array, position
     offset = jnp.where(with_page, positions, 0) % PAGE
 
     def write(target: jax.Array, rows: jax.Array) -> jax.Array:
-        return target.at[page, :, offset].set(rows, mode="promise_in_bounds")
+        return target.at[page, :, offset].set(_to_pages(rows), mode="promise_in_bounds")
 
     return KVPages(
         jax.tree.map(write, pool.k, encode(k, format, "k")), jax.tree.map(write, pool.v, encode(v, format, "v"))
@@ -53,7 +57,7 @@ def load_block(pool: KVPages, pages: jax.Array, format: str) -> tuple[jax.Array,
     """Decoded keys and values of `pages` int32 `[n]`, float32 `[kv_heads, n * 64, head_dim]`, in the stored basis."""
 
     def gather(part: Packed, name: str) -> jax.Array:
-        taken = jax.tree.map(lambda leaf: jnp.swapaxes(leaf[pages], 0, 1), part)
+        taken = jax.tree.map(lambda leaf: jnp.swapaxes(_from_pages(leaf[pages]), 0, 1), part)
         values = decode_stored(taken, format, name)
         return values.reshape(values.shape[0], -1, values.shape[-1])
 
@@ -64,7 +68,15 @@ def read_tokens(pool: KVPages, table: jax.Array, tokens: int) -> KVPages:
     """The packed keys and values of a slot's first `tokens` tokens, leaves `[tokens, kv_heads, ...]`; for inspection."""
 
     def read(leaf: jax.Array) -> jax.Array:
-        pages = leaf[table[: -(-tokens // PAGE)]]
+        pages = _from_pages(leaf[table[: -(-tokens // PAGE)]])
         return jnp.swapaxes(pages, 1, 2).reshape(-1, *pages.shape[1:2], *pages.shape[3:])[:tokens]
 
     return jax.tree.map(read, pool)
+
+
+def _to_pages(leaf: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(leaf, jnp.uint16) if leaf.dtype == jnp.bfloat16 else leaf
+
+
+def _from_pages(leaf: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf

@@ -28,8 +28,9 @@ def prefill_attention(
     q = (rotate(q) if rotated else q).reshape(tokens, kv_heads, -1, head_dim)
     table = jnp.pad(table, (0, -table.shape[0] % BLOCK_PAGES))
     block = BLOCK_PAGES * PAGE
-    position = start + jnp.arange(tokens)
     filled = start + count
+    # Padding rows see what the last valid row sees, never a stale key: a NaN here would reach the delta rule's state.
+    position = jnp.minimum(start + jnp.arange(tokens), filled - 1)
 
     def step(i: jax.Array, carry: tuple) -> tuple:
         top, total, acc = carry

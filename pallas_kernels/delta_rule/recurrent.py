@@ -40,7 +40,7 @@ def decode_delta_rule(state: jax.Array, q: jax.Array, transitions: Transitions, 
         k, decay, u = _update(state, transitions, row, zero)
         q_row = jnp.repeat(q[:, row], share, axis=1)
         # S'^T q = decay S^T q + (k . q) u: the state after the last row is never formed.
-        seen = jnp.sum(rounded(state * q_row[..., None], zero), axis=2)
+        seen = _read_out(state, q_row)
         overlap = jnp.sum(rounded(k * q_row, zero), axis=-1, keepdims=True)
         outputs.append(rounded(decay * seen, zero) + rounded(overlap * u, zero))
     return jnp.stack(outputs, axis=1)
@@ -69,5 +69,11 @@ def _update(
     k = jnp.repeat(transitions.k[:, row], share, axis=1)  # value head h reads key head h // share
     decay = jnp.exp(transitions.g[:, row])[..., None]
     # The decay is applied to the read-out, not to a decayed copy of the state: S is read once for it.
-    read = jnp.sum(rounded(state * k[..., None], zero), axis=2)
+    read = _read_out(state, k)
     return k, decay, transitions.beta[:, row][..., None] * (transitions.v[:, row] - rounded(decay * read, zero))
+
+
+def _read_out(state: jax.Array, x: jax.Array) -> jax.Array:
+    """S^T x for every slot and head. As a matrix-vector product: its sums run the same way wherever it stands, and no
+    array of the state's size is written."""
+    return jnp.einsum("shkv,shk->shv", state, x, precision=jax.lax.Precision.HIGHEST)

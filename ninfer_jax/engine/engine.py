@@ -1,0 +1,245 @@
+"""The public engine: load once, then generate, stream and score with programs that never change."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence as SequenceOf
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ninfer_jax.config import EngineConfig, ModelConfig
+from ninfer_jax.decoding import SamplingParams
+from ninfer_jax.engine.results import Completion, Delta
+from ninfer_jax.engine.runner import Runner
+from ninfer_jax.engine.sequence import Sequence
+from ninfer_jax.model import TextModel, fill, parameter_specs, split_model
+from ninfer_jax.programs import Programs, compilations
+from ninfer_jax.state import state_shape
+from ninfer_jax.text import ChatTemplate, GenerationDefaults, Tokenizer, render_prompt
+from pallas_kernels.kv_codecs import bytes_per_vector, check_format
+from weights import Checkpoint, load_parameters
+
+Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]]
+LoadProgress = Callable[[str, int, int], None]
+
+
+class Engine:
+    """A model with its programs and state on one device; make one with `Engine.load`.
+
+    A prompt is raw text, a list of token ids, or a list of chat messages. Completions run side by side in the slots;
+    the engine itself belongs to one thread.
+    """
+
+    def __init__(
+        self, runner: Runner, programs: Programs, tokenizer: Tokenizer, template: ChatTemplate | None,
+        defaults: GenerationDefaults, model_config: ModelConfig, started_at: int,
+    ):  # fmt: skip
+        self._runner, self._programs = runner, programs
+        self.tokenizer, self.template, self.defaults, self.model_config = tokenizer, template, defaults, model_config
+        self._started_at = started_at
+
+    @classmethod
+    def load(cls, path: str | Path, config: EngineConfig | None = None, *, progress: LoadProgress | None = None) -> Engine:
+        """Read a Hugging Face checkpoint directory, compile the programs and allocate the state.
+
+        progress: called with ("weights", bytes done, bytes in all) and ("programs", compiled, in all). ValueError, on one
+        line, for anything in the directory or the configuration that does not fit; nothing is ever guessed or made up.
+        """
+        started_at = compilations()
+        config = config or EngineConfig()
+        tell = progress or (lambda stage, done, total: None)
+        path = Path(path)
+        model_config = ModelConfig.from_hf(path)
+        checkpoint = Checkpoint.open(path)
+        if config.draft and not (model_config.mtp_layers and checkpoint.has_mtp):
+            raise ValueError(f"draft is {config.draft}, but {path} has no MTP head (mtp.* tensors) to draft with; use draft 0")
+        tokenizer = Tokenizer.from_dir(path)
+        if tokenizer.vocab_size > model_config.vocab_size:
+            raise ValueError(f"{path}: tokenizer.json has {tokenizer.vocab_size} ids, config.json a vocab_size of {model_config.vocab_size}")
+        template = ChatTemplate.from_dir(path) if _has_template(path) else None
+        defaults = GenerationDefaults.from_dir(path)
+        if max(defaults.eos_ids) >= tokenizer.vocab_size:
+            raise ValueError(f"{path}: eos_token_id {max(defaults.eos_ids)} is no token, tokenizer.json has {tokenizer.vocab_size} ids")
+
+        on_gpu = jax.default_backend() == "gpu"
+        dtype = jnp.dtype(("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype)
+        kv = check_format(config.kv or ("bf16" if on_gpu else "f32"), model_config.head_dim)
+        shape = state_shape(model_config, config, kv, dtype)
+        model = TextModel(model_config, dtype, mtp=config.draft > 0)
+        _, described = split_model(model)
+        arrays = load_parameters(
+            checkpoint, parameter_specs(model), ignore_prefixes=() if config.draft else ("mtp.",),
+            device_put=jax.device_put, progress=lambda done, total, name: tell("weights", done, total),
+        )  # fmt: skip
+        programs = Programs(model, shape, config.prefill_chunk, tokenizer.vocab_size, jax.default_backend())
+        programs.compile_all(lambda done, total: tell("programs", done, total))
+        runner = Runner(programs, fill(described, arrays), programs.allocate())
+        return cls(runner, programs, tokenizer, template, defaults, model_config, started_at)
+
+    @property
+    def device(self) -> str:
+        """The device in words, for instance "cpu" or "NVIDIA GeForce RTX 4090"."""
+        return jax.devices()[0].device_kind
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer of one completion may have together."""
+        return self._programs.shape.context
+
+    @property
+    def programs(self) -> Programs:
+        """The compiled programs, for inspection."""
+        return self._programs
+
+    @property
+    def runner(self) -> Runner:
+        """The owner of slots, pages and state, for inspection."""
+        return self._runner
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled in this process since the engine started to load."""
+        return compilations() - self._started_at
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token takes in the attention layers' pages (the MTP layer's own not counted)."""
+        kv, config = self._programs.shape.kv, self.model_config
+        vector = sum(bytes_per_vector(kv, part, config.head_dim) for part in ("k", "v"))
+        return vector * config.kv_heads * len(config.attention_layers)
+
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """The checkpoint's own sampling defaults, with `changes` on top."""
+        d = self.defaults
+        own = SamplingParams(
+            temperature=d.effective_temperature, top_k=d.top_k, top_p=d.top_p, min_p=d.min_p, repetition_penalty=d.repetition_penalty
+        )
+        return replace(own, **changes)
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *,
+        on_prefill: Callable[[int, int], None] | None = None, **template_options: Any,
+    ) -> Completion:  # fmt: skip
+        """Complete a prompt. params: None takes the checkpoint's defaults. template_options (`tools`,
+        `enable_thinking`, ...) apply to messages only. on_prefill: called with (prompt tokens done, in all)."""
+        *_, last = self.stream(prompt, params, on_prefill=on_prefill, **template_options)
+        return last.completion
+
+    def generate_many(
+        self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete several prompts, as many at a time as there are slots; the results are in the prompts' order."""
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"params has {len(each)} entries for {len(prompts)} prompts")
+        sequences = [self._sequence(prompt, own, {}) for prompt, own in zip(prompts, each, strict=True)]
+        for sequence in sequences:
+            self._runner.submit(sequence)
+        try:
+            while not all(s.finished for s in sequences):
+                self._runner.advance()
+        finally:
+            self._end(sequences)
+        return [s.completion() for s in sequences]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *,
+        on_prefill: Callable[[int, int], None] | None = None, **template_options: Any,
+    ) -> Iterator[Delta]:  # fmt: skip
+        """The same in pieces, as they are produced; the last piece carries the completion. Closing the iterator early
+        frees the slot. Several streams may be read alternately, up to the number of slots."""
+        sequence = self._sequence(prompt, params, template_options)
+        return self._pieces(sequence, on_prefill)
+
+    def score(self, tokens: SequenceOf[int]) -> np.ndarray:
+        """Teacher-forced logits through the prefill program: float32 `[tokens, vocab rows]`; row t predicts token t + 1.
+        Padding rows of the vocabulary are included, as the checkpoint's head computes them."""
+        ids = self._check_ids(tokens)
+        if len(ids) > self.context:
+            raise ValueError(f"score: {len(ids)} tokens, the context holds {self.context}")
+        return self._runner.score(Sequence(ids, SamplingParams(), 0, 0, (), self.tokenizer))
+
+    def prompt_ids(self, prompt: Prompt, **template_options: Any) -> list[int]:
+        """The token ids that a prompt becomes."""
+        if isinstance(prompt, SequenceOf) and len(prompt) and all(isinstance(m, Mapping) for m in prompt):
+            if self.template is None:
+                raise ValueError("messages: this checkpoint has no chat template, give text or token ids")
+            return render_prompt(self.template, self.tokenizer, list(prompt), **template_options).ids
+        if template_options:
+            raise ValueError(f"{', '.join(template_options)}: only messages go through the chat template")
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+
+    def _pieces(self, sequence: Sequence, on_prefill: Callable[[int, int], None] | None) -> Iterator[Delta]:
+        self._runner.submit(sequence)
+        progress = on_prefill and (lambda who, done: on_prefill(done, len(who.prompt)) if who is sequence else None)
+        try:
+            completion = None
+            while completion is None:
+                # Another stream's rounds may have finished this one since its last piece.
+                if not sequence.finished:
+                    self._runner.advance(progress)
+                sequence.stats.compilations = self.compilations
+                piece = sequence.take()
+                completion = piece.completion
+                if piece.text or piece.reasoning or piece.tokens or completion:
+                    yield piece
+        finally:
+            self._end([sequence])
+
+    def _end(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.stats.compilations = self.compilations
+            if not sequence.finished:
+                self._runner.cancel(sequence)
+
+    def _sequence(self, prompt: Prompt, params: SamplingParams | None, template_options: dict[str, Any]) -> Sequence:
+        params = self.default_params() if params is None else params
+        ids = self.prompt_ids(prompt, **template_options)
+        if not ids:
+            raise ValueError("prompt is empty")
+        if len(ids) >= self.context:
+            raise ValueError(f"prompt has {len(ids)} tokens, the context holds {self.context} and the answer needs room too")
+        for field, used in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
+            if used and max(used) >= self.tokenizer.vocab_size:
+                raise ValueError(f"{field} names token {max(used)}, the vocabulary has {self.tokenizer.vocab_size}")
+        room = min(self.context, self._runner.pool_tokens) - len(ids)
+        if room <= 0:
+            raise ValueError(f"prompt has {len(ids)} tokens, the page pool holds {self._runner.pool_tokens}")
+        budget = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+        ends = tuple(dict.fromkeys((() if params.ignore_eos else self.defaults.eos_ids) + params.stop_ids))
+        if len(ends) > 16:
+            raise ValueError(f"stop_ids: {len(ends)} end tokens together with the model's own, at most 16 are allowed")
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        sequence = Sequence(ids, params, budget, seed, ends, self.tokenizer)
+        sequence.stats.kv_bytes_per_token = self.kv_bytes_per_token
+        return sequence
+
+    def _check_ids(self, tokens: Any) -> list[int]:
+        ids = [int(t) for t in tokens] if _are_integers(tokens) else None
+        if ids is None:
+            raise ValueError("prompt must be text, a list of token ids or a list of messages")
+        if not ids:
+            raise ValueError("prompt is empty")
+        bad = next((t for t in ids if not 0 <= t < self.tokenizer.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"prompt holds token id {bad}, the vocabulary has 0 to {self.tokenizer.vocab_size - 1}")
+        return ids
+
+
+def _are_integers(tokens: Any) -> bool:
+    if isinstance(tokens, np.ndarray):
+        return tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer)
+    # Bytes are a sequence of integers too, but whoever passes them means text.
+    return isinstance(tokens, SequenceOf) and not isinstance(tokens, bytes | bytearray) and all(
+        isinstance(t, int | np.integer) and not isinstance(t, bool) for t in tokens
+    )
+
+
+def _has_template(path: Path) -> bool:
+    config = path / "tokenizer_config.json"
+    return (path / "chat_template.jinja").exists() or (config.exists() and "chat_template" in config.read_text("utf-8"))

@@ -1,0 +1,62 @@
+"""What a caller gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One generated token, its natural log-probability under the unmodified distribution, and the most likely
+    alternatives as (token id, log-probability), most likely first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class Stats:
+    """Work and time of one completion.
+
+    prefill_s: seconds from the first chunk to the first token; decode_s: from then to the last token.
+    rounds: decode rounds this sequence took part in. drafted, accepted: MTP proposals and those among them that became
+    output. compilations: programs compiled since the engine started to load; it stands still in service.
+    kv_bytes_per_token: bytes that the attention layers' pages hold for a token, without the MTP layer's own.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    compilations: int = 0
+    kv_bytes_per_token: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer.
+
+    tokens: every generated id, an end token included. text: the answer; reasoning: what stood in `<think>`.
+    finish_reason: "stop" (an end token, or a stop string) or "length" (max_new_tokens or the context is used up).
+    logprobs: one entry a token if they were asked for, else None.
+    """
+
+    tokens: list[int]
+    text: str
+    reasoning: str
+    finish_reason: str
+    prompt_tokens: int
+    logprobs: list[TokenLogprob] | None
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of an answer as it is produced. The last one carries the whole `completion`; the others None."""
+
+    text: str = ""
+    reasoning: str = ""
+    tokens: list[int] = field(default_factory=list)
+    completion: Completion | None = None

@@ -1,0 +1,66 @@
+"""Rounds under a test's control: the drafts are written in before each round, the state can be read after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from ninfer_jax import Engine, SamplingParams
+from ninfer_jax.engine.runner import Runner
+from ninfer_jax.engine.sequence import Sequence
+from pallas_kernels.attention import read_tokens
+
+Script = Callable[[list[int]], list[int]]
+
+
+class ScriptedRunner(Runner):
+    """A runner over an engine's programs and parameters with a state of its own."""
+
+    def __init__(self, engine: Engine):
+        super().__init__(engine.programs, engine.runner._parameters, engine.programs.allocate())
+
+    def write_drafts(self, slot: int, drafts: list[int]) -> None:
+        slots = self._state.slots
+        self._state = self._state._replace(slots=slots._replace(drafts=slots.drafts.at[slot].set(np.array(drafts, np.int32))))
+
+    def snapshot(self, slot: int, table: np.ndarray) -> dict[str, np.ndarray]:
+        """Everything that later rounds depend on: length, recurrent and conv states, and the filled part of the pages."""
+        state = self._state
+        length = int(state.slots.length[slot])
+        arrays = {"length": np.array(length)}
+        for layer, (recurrent, conv) in enumerate(zip(state.recurrent, state.conv, strict=True)):
+            arrays[f"recurrent{layer}"], arrays[f"conv{layer}"] = np.asarray(recurrent[slot]), np.asarray(conv[slot])
+        for layer, pool in enumerate(state.kv):
+            for at, leaf in enumerate(jax.tree.leaves(read_tokens(pool, table, length))):
+                arrays[f"pages{layer}.{at}"] = np.asarray(leaf)
+        return arrays
+
+
+def run(
+    engine: Engine, prompt: list[int], params: SamplingParams, script: Script | None = None, budget: int | None = None
+) -> tuple[Sequence, dict[int, dict[str, np.ndarray]]]:
+    """One completion, with a snapshot after every round under the number of tokens emitted by then.
+
+    script: given the tokens so far, the drafts of the next round; None leaves the MTP head's own.
+    """
+    runner = ScriptedRunner(engine)
+    room = engine.context - len(prompt)
+    ends = (() if params.ignore_eos else engine.defaults.eos_ids) + params.stop_ids
+    allowed = min(budget or params.max_new_tokens or room, room)
+    sequence = Sequence(prompt, params, allowed, params.seed or 0, ends, engine.tokenizer)
+    runner.submit(sequence)
+    # By hand what `advance` does, because a finished sequence's slot is released before it could be looked at.
+    runner._waiting.popleft()
+    runner._admit(sequence, 0)
+    table = sequence.table
+    runner._release = lambda sequence: None  # keep the slot as the last round left it
+    runner._prefill(sequence, None)
+    snapshots = {1: runner.snapshot(0, table)}
+    while not sequence.finished:
+        if script is not None:
+            runner.write_drafts(0, script(sequence.tokens))
+        runner.advance()
+        snapshots[len(sequence.tokens)] = runner.snapshot(0, table)
+    return sequence, snapshots

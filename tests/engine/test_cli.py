@@ -1,0 +1,125 @@
+"""`ninfer-jax generate` as a process: the answer on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from ninfer_jax import Engine, SamplingParams
+from ninfer_jax.cli.main import app
+from weights import tiny_path
+
+TEXT = "ROMEO.\nWhat lady is that, "
+COMMON = ("--context", "512", "--kv", "f32", "--max-new", "24")
+
+
+def run(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own; it must succeed."""
+    command = [sys.executable, "-m", "ninfer_jax.cli.main", "generate", *arguments]
+    done = subprocess.run(command, input=stdin, capture_output=True, encoding="utf-8", check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_stdout_is_the_answer(plain_engine):
+    expected = plain_engine.generate(TEXT, SamplingParams(temperature=0, max_new_tokens=24))
+    done = run("tiny", "--prompt", TEXT, "--greedy", *COMMON)
+    assert done.stdout == expected.text + "\n"
+    header, statistics = done.stderr.splitlines()
+    assert header.startswith(f"tiny on {plain_engine.device} ") and "context 512, kv f32, draft 0, slots 1" in header
+    assert f"{expected.prompt_tokens} prompt tokens in " in statistics
+    assert f"{len(expected.tokens)} tokens in " in statistics and f"finish {expected.finish_reason}" in statistics
+
+
+def test_json_from_stdin_with_drafts(plain_engine):
+    params = plain_engine.default_params(max_new_tokens=24, seed=5, temperature=1.1, top_k=50, top_p=0.9, min_p=0.01)
+    expected = plain_engine.generate(TEXT, params)
+    flags = ("--seed", "5", "--temperature", "1.1", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01")
+    done = run("tiny", "-", "--json", "--draft", "2", "--slots", "2", *flags, *COMMON, stdin=TEXT)
+    assert len(done.stdout.splitlines()) == 1
+    answer = json.loads(done.stdout)
+    stats = answer.pop("stats")
+    assert answer == {
+        "tokens": expected.tokens, "text": expected.text, "reasoning": expected.reasoning, "device": plain_engine.device,
+        "finish_reason": expected.finish_reason, "prompt_tokens": expected.prompt_tokens,
+    }  # fmt: skip
+    assert set(stats) == {"prefill_s", "decode_s", "rounds", "drafted", "accepted", "compilations", "kv_bytes_per_token"}
+    assert stats["drafted"] == 2 * stats["rounds"] > 0
+    assert stats["compilations"] > 0 and stats["kv_bytes_per_token"] == plain_engine.kv_bytes_per_token
+
+
+@pytest.fixture
+def invoke(monkeypatch, plain_engine):
+    """Runs the command in this process with the engine loaded already; returns (stdout, stderr)."""
+    asked = {}
+
+    def load(path, config, *, progress):
+        asked.update(path=path, config=config)
+        progress("weights", 1, 1)
+        progress("programs", 1, 1)
+        return plain_engine
+
+    monkeypatch.setattr(Engine, "load", load)
+
+    def call(*arguments: str, stdin: bytes | None = None) -> tuple[str, str]:
+        result = CliRunner().invoke(app, ["generate", *arguments], input=stdin)
+        assert result.exit_code == 0, result.output
+        return result.stdout, result.stderr
+
+    call.asked = asked
+    return call
+
+
+def test_the_model_argument(invoke, tmp_path, monkeypatch):
+    invoke("tiny", "--prompt", TEXT, "--max-new", "1")
+    assert invoke.asked["path"] == tiny_path()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()  # a directory of that name is what the user means
+    invoke("tiny", "--prompt", TEXT, "--max-new", "1")
+    assert str(invoke.asked["path"]) == "tiny"
+
+
+def test_options_reach_the_configuration(invoke):
+    invoke("m", "--prompt", "x", "--max-new", "1", "--context", "300", "--kv", "rk4v4", "--draft", "4", "--slots", "3", "--dtype", "bfloat16")
+    config = invoke.asked["config"]
+    assert (config.context, config.kv, config.draft, config.slots, config.dtype) == (300, "rk4v4", 4, 3, "bfloat16")
+
+
+def test_stop_strings(invoke, plain_engine):
+    free = plain_engine.generate(TEXT, SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)).text
+    stop = free[5:8]
+    stdout, stderr = invoke("tiny", "--prompt", TEXT, "--greedy", "--max-new", "24", "--stop", "never here", "--stop", stop)
+    assert stdout == free[: free.index(stop)] + "\n"
+    assert "finish stop" in stderr
+
+
+def test_messages_with_and_without_thinking(invoke, plain_engine, tmp_path):
+    messages = [{"role": "user", "content": "Who are you? é"}]
+    file = tmp_path / "m.json"
+    file.write_text(json.dumps(messages, ensure_ascii=False), "utf-8")
+    params = SamplingParams(temperature=0, max_new_tokens=60)
+    thinking = plain_engine.generate(messages, params)
+    stdout, stderr = invoke("tiny", "--messages", str(file), "--greedy", "--max-new", "60")
+    assert stdout == thinking.text + "\n"
+    assert thinking.reasoning in stderr
+    direct = plain_engine.generate(messages, params, enable_thinking=False)
+    answer = json.loads(invoke("tiny", "--messages", str(file), "--greedy", "--max-new", "60", "--no-thinking", "--json")[0])
+    assert (answer["text"], answer["reasoning"]) == (direct.text, "")
+    assert answer["prompt_tokens"] == direct.prompt_tokens > thinking.prompt_tokens
+
+
+def test_stdin_is_taken_as_it_is(invoke, plain_engine):
+    raw = "Señor\r\n\nENTER"
+    stdout, _ = invoke("tiny", "-", "--max-new", "1", "--json", stdin=raw.encode())
+    assert json.loads(stdout)["prompt_tokens"] == len(plain_engine.tokenizer.encode(raw))
+
+
+def test_help_names_every_option():
+    result = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    for option in ("--prompt", "--messages", "--greedy", "--draft", "--kv", "--context", "--stop", "--json", "--no-thinking"):
+        assert option in result.stdout

@@ -1,0 +1,178 @@
+"""Drafting changes how fast an answer comes and nothing else: tokens, states and pages equal plain decoding's, bit for bit."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripted import run
+
+from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.model import TextModel
+from ninfer_jax.programs import Programs
+from weights import tiny_path
+
+PROMPTS = (
+    "HAMLET.\nTo be, or not to be", "ROMEO.\n", "KING HENRY.\nOnce more unto the breach", "ACT I. SCENE I.\n",
+    "def read(self, size=-1):\n", "class Queue:\n", "import os\nimport sys\n", "    def __init__(self", "Enter two Gentlemen.",
+    "MACBETH.\nIs this a dagger", "for line in file:\n", "return ", "FIRST WITCH.\nWhen shall we three",
+    "PROSPERO.\nOur revels now are ended", "try:\n    ", "The quality of mercy", "raise ValueError(", "OTHELLO.\n",
+    "<|im_start|>user\nWho are you?<|im_end|>\n", "1, 2, 3, 4, 5, 6,",
+)  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_new_tokens=256, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=256, seed=11, frequency_penalty=0.2, ignore_eos=True)
+FORMATS = ("f32", "bf16", "int8", "rk8v4", "rk4v4", "rk4v4-e8")
+
+
+def load(draft: int, kv: str, slots: int = 1, context: int = 1024) -> Engine:
+    return Engine.load(tiny_path(), EngineConfig(draft=draft, kv=kv, slots=slots, context=context, prefill_chunk=64))
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    return [c.tokens for c in engine.generate_many(PROMPTS, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def plain_answers():
+    """Greedy answers without drafts, computed once a format."""
+    known: dict[str, list[list[int]]] = {}
+
+    def of(kv: str) -> list[list[int]]:
+        if kv not in known:
+            known[kv] = answers(load(0, kv))
+        return known[kv]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("draft", "kv"), [(k, kv) for kv in ("bf16", "rk4v4-e8") for k in (1, 2, 3, 4, 5)] + [(3, kv) for kv in FORMATS if kv not in ("bf16", "rk4v4-e8")]
+)
+def test_greedy_with_drafts_equals_greedy_without(draft, kv, plain_answers):
+    engine = load(draft, kv)
+    completions = engine.generate_many(PROMPTS, GREEDY)
+    assert [c.tokens for c in completions] == plain_answers(kv)
+    # The comparison means something only if drafts were both taken and refused.
+    accepted, drafted = (sum(getattr(c.stats, name) for c in completions) for name in ("accepted", "drafted"))
+    assert 0 < accepted < drafted
+    if draft == 3 and kv == "f32":
+        assert accepted / drafted >= 0.5  # what the bundled model's MTP head is trained for
+
+
+def test_four_slots_equal_one(plain_answers):
+    assert answers(load(3, "f32", slots=4)) == plain_answers("f32")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """The same short-context engine without drafts and with three."""
+    return load(0, "rk4v4-e8", context=256), load(3, "rk4v4-e8", context=256)
+
+
+@pytest.fixture(scope="module")
+def prompt(pair):
+    return pair[0].tokenizer.encode(PROMPTS[0])
+
+
+def right(truth, k=3):
+    """Drafts that will all be accepted (padded past the end of the known answer)."""
+    return lambda tokens: (truth[len(tokens) : len(tokens) + k] + [0] * k)[:k]
+
+
+def wrong_at(truth, position, k=3):
+    """Drafts that are right up to `position` and wrong there."""
+
+    def script(tokens):
+        drafts = right(truth, k)(tokens)
+        drafts[position] = (drafts[position] + 1) % 900
+        return drafts
+
+    return script
+
+
+def assert_same_states(plain, drafted):
+    shared = sorted(set(plain) & set(drafted))
+    assert shared[-1] == max(drafted)
+    for emitted in shared:
+        for name, array in drafted[emitted].items():
+            np.testing.assert_array_equal(array, plain[emitted][name], err_msg=f"{name} after {emitted} tokens")
+    return shared
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["own", "right", "wrong at 0", "wrong at 1", "wrong at 2"])
+def test_states_after_every_round_equal_the_plain_run(pair, prompt, params, kind):
+    plain_engine, draft_engine = pair
+    reference, plain = run(plain_engine, prompt, params, budget=120)
+    truth = reference.tokens
+    script = {"own": None, "right": right(truth)}.get(kind) or (wrong_at(truth, int(kind[-1])) if "wrong" in kind else None)
+    sequence, drafted = run(draft_engine, prompt, params, script, budget=120)
+    assert sequence.tokens == truth
+    shared = assert_same_states(plain, drafted)
+    if kind == "right":
+        assert len(shared) == 1 + -(-119 // 4)
+    if "wrong" in kind:
+        assert [b - a for a, b in zip(shared, shared[1:], strict=False)][:-1] == [1 + int(kind[-1])] * (len(shared) - 2)
+
+
+@pytest.mark.parametrize("inside", [0, 1, 2, 3])
+def test_an_end_token_inside_the_accepted_drafts(pair, prompt, inside):
+    """The completion ends with it, and the state is the plain run's: nothing behind it was consumed."""
+    plain_engine, draft_engine = pair
+    truth = run(plain_engine, prompt, GREEDY, budget=40)[0].tokens
+    # An id whose first appearance lies `inside` positions into some round of four.
+    end = next(t for at, t in enumerate(truth) if at > 1 and truth.index(t) == at and (at - 1) % 4 == inside)
+    params = SamplingParams(temperature=0, ignore_eos=True, stop_ids=(end,))
+    reference, plain = run(plain_engine, prompt, params, budget=40)
+    sequence, drafted = run(draft_engine, prompt, params, right(truth), budget=40)
+    assert sequence.tokens == reference.tokens == truth[: truth.index(end) + 1]
+    assert sequence.finish_reason == reference.finish_reason == "stop"
+    assert_same_states(plain, drafted)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4, 5, 6])
+def test_the_exact_context_limit(pair, prompt, room):
+    plain_engine, draft_engine = pair
+    long = (prompt * 30)[: plain_engine.context - room]
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    reference, plain = run(plain_engine, long, params)
+    sequence, drafted = run(draft_engine, long, params, right(reference.tokens) if room > 1 else None)
+    assert sequence.tokens == reference.tokens and len(sequence.tokens) == room
+    assert sequence.finish_reason == "length"
+    assert_same_states(plain, drafted)
+
+
+def test_a_sampled_answer_is_the_same_with_drafts_and_beside_others(pair):
+    plain_engine, _ = pair
+    alone = [plain_engine.generate(p, SAMPLED).tokens for p in PROMPTS[:4]]
+    crowd = load(3, "rk4v4-e8", slots=4, context=256)
+    beside = crowd.generate_many(PROMPTS[:4], SAMPLED)
+    assert [c.tokens for c in beside] == alone
+    assert 0 < sum(c.stats.accepted for c in beside)
+
+
+def test_a_finished_run_leaves_the_slot_as_new(pair, prompt):
+    """Ten different prompts in a row: nothing of one sequence reaches the next."""
+    _, engine = pair
+    first = engine.generate(prompt, GREEDY).tokens
+    for text in PROMPTS[1:10]:
+        engine.generate(text, SAMPLED)
+    assert engine.generate(prompt, GREEDY).tokens == first
+    assert engine.runner.busy == 0
+
+
+def test_rows_in_one_pass_agree_with_rows_one_by_one(prompt):
+    """The form a GPU runs: all rows of a round in one pass. Same tokens here, states to rounding."""
+    engine = load(3, "f32", context=256)
+    truth, snapshots = run(engine, prompt, GREEDY, budget=48)
+    together = Programs(
+        TextModel(engine.model_config, jnp.dtype("float32"), mtp=True), engine.programs.shape, engine.programs.chunk,
+        engine.tokenizer.vocab_size, platform="gpu",
+    )  # fmt: skip
+    engine._programs = together
+    sequence, states = run(engine, prompt, GREEDY, budget=48)
+    assert sequence.tokens == truth.tokens and states.keys() == snapshots.keys()
+    for emitted, arrays in states.items():
+        for name, array in arrays.items():
+            scale = np.abs(snapshots[emitted][name]).max()
+            np.testing.assert_allclose(array, snapshots[emitted][name], atol=2e-5 * max(scale, 1), err_msg=f"{name} after {emitted}")
