@@ -43,8 +43,9 @@ class Worker:
 
     def __init__(self, name: str, checkpoint: Path, threads: int, log: Path):
         script = Path(__file__).with_name("peers.py")
-        # A peer that waits for its turn must not spin on a core.
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        # OpenMP's waiting is left as it is: it spins for a moment between operations, which torch and llama.cpp need, and
+        # sleeps while another peer has its turn.
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(threads)}
         self.name, self._log = name, log
         self._process = subprocess.Popen(
             [sys.executable, str(script), name, str(checkpoint), str(threads), str(PROMPT + 2 * DECODED)],

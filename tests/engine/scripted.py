@@ -7,12 +7,26 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from ninfer_jax import Engine, SamplingParams
+from ninfer_jax import Engine, EngineConfig, SamplingParams
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from pallas_kernels.attention import read_tokens
+from weights import tiny_path
 
 Script = Callable[[list[int]], list[int]]
+
+PROMPTS = (
+    "HAMLET.\nTo be, or not to be", "ROMEO.\n", "KING HENRY.\nOnce more unto the breach", "ACT I. SCENE I.\n",
+    "def read(self, size=-1):\n", "class Queue:\n", "import os\nimport sys\n", "    def __init__(self", "Enter two Gentlemen.",
+    "MACBETH.\nIs this a dagger", "for line in file:\n", "return ", "FIRST WITCH.\nWhen shall we three",
+    "PROSPERO.\nOur revels now are ended", "try:\n    ", "The quality of mercy", "raise ValueError(", "OTHELLO.\n",
+    "<|im_start|>user\nWho are you?<|im_end|>\n", "1, 2, 3, 4, 5, 6,",
+)  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_new_tokens=256, ignore_eos=True)
+
+
+def load(draft: int, kv: str, slots: int = 1, context: int = 1024) -> Engine:
+    return Engine.load(tiny_path(), EngineConfig(draft=draft, kv=kv, slots=slots, context=context, prefill_chunk=64))
 
 
 class ScriptedRunner(Runner):

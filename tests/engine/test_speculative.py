@@ -5,62 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import run
+from scripted import GREEDY, PROMPTS, load, run
 
-from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax import SamplingParams
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs import Programs
-from weights import tiny_path
 
-PROMPTS = (
-    "HAMLET.\nTo be, or not to be", "ROMEO.\n", "KING HENRY.\nOnce more unto the breach", "ACT I. SCENE I.\n",
-    "def read(self, size=-1):\n", "class Queue:\n", "import os\nimport sys\n", "    def __init__(self", "Enter two Gentlemen.",
-    "MACBETH.\nIs this a dagger", "for line in file:\n", "return ", "FIRST WITCH.\nWhen shall we three",
-    "PROSPERO.\nOur revels now are ended", "try:\n    ", "The quality of mercy", "raise ValueError(", "OTHELLO.\n",
-    "<|im_start|>user\nWho are you?<|im_end|>\n", "1, 2, 3, 4, 5, 6,",
-)  # fmt: skip
-GREEDY = SamplingParams(temperature=0, max_new_tokens=256, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=256, seed=11, frequency_penalty=0.2, ignore_eos=True)
-FORMATS = ("f32", "bf16", "int8", "rk8v4", "rk4v4", "rk4v4-e8")
-
-
-def load(draft: int, kv: str, slots: int = 1, context: int = 1024) -> Engine:
-    return Engine.load(tiny_path(), EngineConfig(draft=draft, kv=kv, slots=slots, context=context, prefill_chunk=64))
-
-
-def answers(engine: Engine) -> list[list[int]]:
-    return [c.tokens for c in engine.generate_many(PROMPTS, GREEDY)]
-
-
-@pytest.fixture(scope="module")
-def plain_answers():
-    """Greedy answers without drafts, computed once a format."""
-    known: dict[str, list[list[int]]] = {}
-
-    def of(kv: str) -> list[list[int]]:
-        if kv not in known:
-            known[kv] = answers(load(0, kv))
-        return known[kv]
-
-    return of
-
-
-@pytest.mark.parametrize(
-    ("draft", "kv"), [(k, kv) for kv in ("bf16", "rk4v4-e8") for k in (1, 2, 3, 4, 5)] + [(3, kv) for kv in FORMATS if kv not in ("bf16", "rk4v4-e8")]
-)
-def test_greedy_with_drafts_equals_greedy_without(draft, kv, plain_answers):
-    engine = load(draft, kv)
-    completions = engine.generate_many(PROMPTS, GREEDY)
-    assert [c.tokens for c in completions] == plain_answers(kv)
-    # The comparison means something only if drafts were both taken and refused.
-    accepted, drafted = (sum(getattr(c.stats, name) for c in completions) for name in ("accepted", "drafted"))
-    assert 0 < accepted < drafted
-    if draft == 3 and kv == "f32":
-        assert accepted / drafted >= 0.5  # what the bundled model's MTP head is trained for
-
-
-def test_four_slots_equal_one(plain_answers):
-    assert answers(load(3, "f32", slots=4)) == plain_answers("f32")
 
 
 @pytest.fixture(scope="module")
