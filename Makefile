@@ -18,7 +18,8 @@ MAX_NEW ?= 120
 
 # The newer lane has neither torch nor transformers. Nothing is skipped: a test in here that imports one of them fails,
 # unless it is named as left out, which tests/test_packaging.py allows for such files alone.
-LANE312_TESTS := tests/test_packaging.py tests/kernels tests/decoding tests/state tests/programs
+LANE312_TESTS := tests/test_packaging.py tests/kernels tests/decoding tests/state tests/programs \
+	tests/engine/test_speculative.py
 LANE312_WITHOUT := tests/decoding/test_sampling.py
 
 INPUTS := pyproject.toml constraints/install.sh $(wildcard constraints/*.txt)

@@ -1,6 +1,6 @@
 """The verify pass: rows [token, drafts] through the text tower, and the fold that makes the accepted ones permanent.
 
-Recurrent states are only read here. Each GDN layer leaves replay records (k, v, g, beta, raw convolution input), 86 times
+Recurrent states are only read here. Each GDN layer leaves replay records (k, v, decay, beta, raw convolution input), 86 times
 smaller than a copy of its state for the 27B, from which `fold` replays as many rows as were accepted.
 """
 
@@ -147,7 +147,7 @@ def _recur(
     raw, g, beta = (x.reshape(-1, width, *x.shape[1:]) for x in (mixed.raw, mixed.g, mixed.beta))
     window = jnp.concatenate([conv, raw], axis=1)
     q, k, v = mixer.convolve(window)
-    transitions = Transitions(k, v, g, beta)
+    transitions = Transitions(k, v, jnp.exp(g), beta)
     out = decode_delta_rule(recurrent, q, transitions, zero)
     return out.reshape(-1, *out.shape[2:]), Replay(transitions, raw)
 

@@ -3,7 +3,7 @@
 Per value head, with S `[key_dim, value_dim]` (Gated Delta Networks, Yang et al. 2024, eq. 10):
     S <- exp(g) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q
 Verification must be able to take rows back, and S cannot be inverted. So a verify pass leaves S as it is and records
-(k, v, g, beta) of each row; `fold_transitions` then replays the accepted ones with the very same arithmetic.
+(k, v, exp(g), beta) of each row; `fold_transitions` then replays the accepted ones with the very same arithmetic.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pallas_kernels.elementary import rounded
 
 class Transitions(NamedTuple):
     """Replay records of `rows` tokens a slot, float32. k `[slots, rows, key_heads, key_dim]`,
-    v `[slots, rows, value_heads, value_dim]`, g and beta `[slots, rows, value_heads]`."""
+    v `[slots, rows, value_heads, value_dim]`, decay (exp(g)) and beta `[slots, rows, value_heads]`. The exponential is
+    recorded, not its argument: a compiler rounds it one way or another, depending on what it fused around it."""
 
     k: jax.Array
     v: jax.Array
-    g: jax.Array
+    decay: jax.Array
     beta: jax.Array
 
 
@@ -67,7 +68,7 @@ def _update(
     """k `[slots, value_heads, key_dim]`, decay `[slots, value_heads, 1]` and u `[slots, value_heads, value_dim]`."""
     share = transitions.v.shape[2] // transitions.k.shape[2]
     k = jnp.repeat(transitions.k[:, row], share, axis=1)  # value head h reads key head h // share
-    decay = jnp.exp(transitions.g[:, row])[..., None]
+    decay = transitions.decay[:, row][..., None]
     # The decay is applied to the read-out, not to a decayed copy of the state: S is read once for it.
     read = _read_out(state, k)
     return k, decay, transitions.beta[:, row][..., None] * (transitions.v[:, row] - rounded(decay * read, zero))

@@ -77,7 +77,7 @@ def token_by_token(state, q, k, v, g, beta):
     state, outputs = jnp.asarray(state)[None], []
     for at in range(0, len(q), 4):
         rows = slice(at, at + 4)
-        transitions = Transitions(*(jnp.asarray(x[rows])[None] for x in (k, v, g, beta)))
+        transitions = Transitions(*(jnp.asarray(x[rows])[None] for x in (k, v, np.exp(g), beta)))
         outputs.append(run_decode(state, jnp.asarray(q[rows])[None], transitions)[0])
         state = run_fold(state, transitions, jnp.full(1, 4))
     return np.concatenate(outputs), np.asarray(state)[0]
@@ -159,7 +159,8 @@ def test_chunks_are_multiples_of_64() -> None:
 def batch(slots: int, rows: int) -> tuple[np.ndarray, np.ndarray, Transitions]:
     """state, q and transitions of several slots."""
     parts = [np.stack(x) for x in zip(*(inputs(rows, seed=10 + s) for s in range(slots)), strict=True)]
-    return parts[0], parts[1], Transitions(*parts[2:])
+    state, q, k, v, g, beta = parts
+    return state, q, Transitions(k, v, np.exp(g), beta)
 
 
 def test_folding_equals_stepping() -> None:
