@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from pallas_kernels import deviceless, targets
 
 TENSOR_OPS = ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA")

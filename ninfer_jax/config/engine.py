@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pallas_kernels.attention import PAGE
 from pallas_kernels.kv_codecs import check_format
 
-PAGE = 64  # tokens in a KV page
 MAX_CONTEXT = 262_144
 MAX_DRAFT = 5
 MAX_SLOTS = 4

@@ -15,6 +15,7 @@ import numpy as np
 
 from ninfer_jax.config import EngineConfig, ModelConfig
 from ninfer_jax.decoding import SamplingParams
+from ninfer_jax.decoding.params import MAX_STOP_IDS
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
@@ -213,8 +214,8 @@ class Engine:
             raise ValueError(f"prompt has {len(ids)} tokens, the page pool holds {self._runner.pool_tokens}")
         budget = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
         ends = tuple(dict.fromkeys((() if params.ignore_eos else self.defaults.eos_ids) + params.stop_ids))
-        if len(ends) > 16:
-            raise ValueError(f"stop_ids: {len(ends)} end tokens together with the model's own, at most 16 are allowed")
+        if len(ends) > MAX_STOP_IDS:
+            raise ValueError(f"stop_ids: {len(ends)} end tokens together with the model's own, at most {MAX_STOP_IDS} are allowed")
         seed = secrets.randbits(63) if params.seed is None else params.seed
         sequence = Sequence(ids, params, budget, seed, ends, self.tokenizer)
         sequence.stats.kv_bytes_per_token = self.kv_bytes_per_token

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ninfer_jax.config import PAGE
 from ninfer_jax.engine.results import TokenLogprob
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.programs import PrefillInputs, Programs, RoundOutput, admission
@@ -43,7 +44,7 @@ class Runner:
     @property
     def pool_tokens(self) -> int:
         """Tokens that the page pool holds in all."""
-        return self._pages.total * 64
+        return self._pages.total * PAGE
 
     @property
     def free_tokens(self) -> int:

@@ -16,20 +16,18 @@ from ninfer_jax.model import TextModel
 from ninfer_jax.programs.decode import RoundOutput, begin, decode_round
 from ninfer_jax.programs.prefill import PrefillInputs, prefill_chunk
 from ninfer_jax.programs.slots import Admission, admission, admit, release
-from ninfer_jax.state import State, StateShape, state_struct
+from ninfer_jax.state import State, StateShape, allocate_state, state_struct
 
 Compiled = Callable[..., Any]
-
-
 # What `compile_all` compiles. The state is allocated by a program too: one kernel launch instead of one compilation an array.
 ALWAYS = ("allocate", "admit", "release", "prefill", "begin", "decode_round")
 
 
 class Programs:
-    """`prefill`, `begin`, `decode_round`, `admit`, `release` and `head`, each for exactly one shape.
+    """`allocate`, `admit`, `release`, `prefill`, `begin`, `decode_round` and `head`, each for exactly one shape.
 
-    Every program but `head` takes the state, whose buffers it reuses, and returns the new one first. `compile_all`
-    compiles those; `head` (logits of a whole chunk, for scoring) is compiled when first asked for.
+    All but `allocate` and `head` take the state, whose buffers they reuse, and return the new one first. `compile_all`
+    compiles everything but `head`; that one (logits of a whole chunk, for scoring) is compiled when first asked for.
     """
 
     def __init__(self, model: TextModel, shape: StateShape, prefill_chunk_tokens: int, valid_ids: int, platform: str):
@@ -37,8 +35,8 @@ class Programs:
         self.shape, self.chunk, self.config = shape, prefill_chunk_tokens, model.config
         self.platform = platform
         self._parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), described)
-        struct = state_struct(model.config, shape)
-        self._functions = {"allocate": (lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), struct), ())} | _functions(graph, shape.kv, valid_ids, rows_together=platform != "cpu")
+        self._functions = _functions(graph, shape.kv, valid_ids, rows_together=platform != "cpu")
+        self._functions["allocate"] = (partial(allocate_state, model.config, shape), ())
         self._compiled: dict[str, Compiled] = {}
 
     def compile_all(self, progress: Callable[[int, int], None] | None = None) -> None:

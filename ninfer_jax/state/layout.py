@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ninfer_jax.config import PAGE, EngineConfig, ModelConfig
+from ninfer_jax.config import MAX_CONTEXT, PAGE, EngineConfig, ModelConfig
 from ninfer_jax.decoding.sampling import SamplingState, sampling_struct
 from pallas_kernels.attention import KVPages, pages_struct
 
@@ -67,7 +67,7 @@ class StateShape(NamedTuple):
 
 def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dtype) -> StateShape:
     """Resolve capacities; ValueError when the context exceeds what the model was made for."""
-    limit = min(model.max_positions, 262_144)
+    limit = min(model.max_positions, MAX_CONTEXT)
     context = limit if engine.context is None else engine.context
     if context > model.max_positions:
         raise ValueError(f"context is {context}, the model's max_position_embeddings is {model.max_positions}")

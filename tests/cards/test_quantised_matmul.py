@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,9 +77,9 @@ def test_a_row_has_the_same_bits_in_any_company():
     case = cases.Case("", 300, 128, norm=True, residual=True)
     x, weight, norm, residual = draw(case)
     together = kernel.decode(x, weight, norm, residual, interpret=True)
-    for rows in (1, 3, 8):
-        alone = kernel.decode(x[:rows], weight, norm, residual[:rows], interpret=True)
-        np.testing.assert_array_equal(np.asarray(alone, np.float32), np.asarray(together[:rows], np.float32))
+    for count in (1, 3, 8):
+        alone = kernel.decode(x[:count], weight, norm, residual[:count], interpret=True)
+        np.testing.assert_array_equal(np.asarray(alone, np.float32), np.asarray(together[:count], np.float32))
 
 
 @pytest.mark.parametrize("rows", [3, 40])
