@@ -28,7 +28,8 @@ _COST_SHIFT = 4
 _LOW_BITS = 0x11111111  # lowest bit of every nibble of a word
 _FREE_BIT = 28  # where an E8 word keeps its coset
 _LARGEST_FP16 = 65504.0
-_ROUND, _ROUND_BITS = 12582912.0, 0x4B400000  # 1.5 * 2^23: adding it to a float32 leaves its nearest integer in the low bits
+# 1.5 * 2^23: adding it to a float32 leaves the nearest integer in the low bits.
+_ROUND, _ROUND_BITS = 12582912.0, 0x4B400000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +103,9 @@ class Shape:
 
 
 def _shape(
-    projected: jax.Array, cos: jax.Array, pool: KVPages, table: jax.Array, format: str, eps: float, config: Config, interpret: bool
-) -> Shape:
+    projected: jax.Array, cos: jax.Array, pool: KVPages, table: jax.Array, format: str, eps: float, config: Config,
+    interpret: bool,
+) -> Shape:  # fmt: skip
     kv_heads = pool.k.codes.shape[1]
     dims = pool.k.codes.shape[-1] * formats.layout_of(format, "k").dims_per_code
     tokens, half = cos.shape
@@ -220,7 +222,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def _negated(x: jax.Array, where: jax.Array) -> jax.Array:
-    """-x where `where`: by its sign bit, as subtraction from zero would cost more."""
+    """-x where `where`, by its sign bit: the compiler would subtract from zero."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) ^ jnp.where(where, jnp.int32(-(1 << 31)), 0)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -6,7 +6,12 @@ import importlib
 from typing import Any, Protocol
 
 # Modules with CASES (the 27B's shapes) and SMALL (twins that a CPU can interpret).
-MODULES = ("pallas_kernels.matmul.cases",)
+MODULES = (
+    "pallas_kernels.matmul.cases",
+    "pallas_kernels.kv_append.cases",
+    "pallas_kernels.delta_decode.cases",
+    "pallas_kernels.delta_fold.cases",
+)
 
 
 class Case(Protocol):
