@@ -26,7 +26,7 @@ from flax import nnx
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ninfer_jax.config import ModelConfig
-from ninfer_jax.model import TextModel, fill, parameter_specs, split_model
+from ninfer_jax.model import TextModel, checkpoint_tensors, fill, parameter_specs, split_model
 from ninfer_jax.model.sequence import forward_sequences, mtp_sequences
 from tiny_chat import chat_documents
 from tiny_corpus import build_corpus, check_digest
@@ -201,7 +201,7 @@ def main() -> None:
         return cross_entropy(model, forward_sequences(model, tokens[:, :-1]), tokens[:, 1:])
 
     def save(parameters):
-        flat = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(parameters)}
+        flat = checkpoint_tensors(parameters)
         save_checkpoint(args.out, {n: np.asarray(a).astype(ml_dtypes.bfloat16) for n, a in flat.items()}, HF_CONFIG)
         record = {
             "mtp_weights": MTP_WEIGHTS, "parameters": sum(a.size for a in flat.values()), "train_tokens": len(train),

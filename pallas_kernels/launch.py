@@ -9,8 +9,10 @@ A kernel is launched in one of two ways: compiled for a GPU, or interpreted on a
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -131,15 +133,31 @@ def by_platform(*args: Any, pallas: Callable, xla: Callable, impl: str = "auto")
     """`pallas(*args)` or `xla(*args)`: `auto` takes Pallas on a CUDA GPU and XLA on a CPU.
 
     The choice is made when the program is lowered, so that compiling for a card on a machine without one picks what
-    the card will run. `pallas` and `xla` insist.
+    the card will run; within `lowering_for` it is known before, and the other form is not even traced. `pallas` and
+    `xla` insist.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: {impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if impl == "auto":
+        impl = {None: "auto", "cpu": "xla"}.get(_platform.get(), "pallas")
     if impl == "pallas":
         return pallas(*args)
     if impl == "xla":
         return xla(*args)
     return jax.lax.platform_dependent(*args, cuda=pallas, default=xla)
+
+
+_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+
+
+@contextlib.contextmanager
+def lowering_for(platform: str) -> Iterator[None]:
+    """What is traced in here will be compiled for `platform`, "cpu" or "cuda"."""
+    token = _platform.set(platform)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
 
 
 def is_power_of_two(n: int) -> bool:

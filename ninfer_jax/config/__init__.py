@@ -3,5 +3,9 @@
 from ninfer_jax.config.engine import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PAGE, EngineConfig
 from ninfer_jax.config.model import FULL, LINEAR, ModelConfig
 from ninfer_jax.config.presets import PRESETS, preset
+from ninfer_jax.config.recipe import RECIPES, Recipe, WeightFormat, recipe
 
-__all__ = ["FULL", "LINEAR", "MAX_CONTEXT", "MAX_DRAFT", "MAX_SLOTS", "PAGE", "PRESETS", "EngineConfig", "ModelConfig", "preset"]
+__all__ = [
+    "FULL", "LINEAR", "MAX_CONTEXT", "MAX_DRAFT", "MAX_SLOTS", "PAGE", "PRESETS", "RECIPES", "EngineConfig", "ModelConfig",
+    "Recipe", "WeightFormat", "preset", "recipe",
+]  # fmt: skip

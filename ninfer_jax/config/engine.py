@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.attention import PAGE
+from pallas_kernels.kv_pages import PAGE
 from pallas_kernels.kv_codecs import check_format
 
 MAX_CONTEXT = 262_144

@@ -24,16 +24,19 @@ class Runner:
     Not thread-safe: one thread calls `submit`, `advance` and `cancel`.
     """
 
+    look_ahead = True
+
     def __init__(self, programs: Programs, parameters: nnx.State, state: State):
-        self._programs, self._parameters, self._state = programs, parameters, state
+        self._programs, self._parameters, self._state = programs, jax.tree.leaves(parameters), state
         shape = programs.shape
         self._pages = PageAllocator(shape.pages, shape.pages_per_slot)
         self._slots: list[Sequence | None] = [None] * shape.slots
         self._waiting: deque[Sequence] = deque()
+        self._ahead: tuple[RoundOutput, list[Sequence]] | None = None  # a round that has been started but not read
 
     @property
     def state(self) -> State:
-        """The device state as it stands, for inspection; the next call reuses its buffers."""
+        """The device state as it stands, a round that was started ahead included; the next call reuses its buffers."""
         return self._state
 
     @property
@@ -63,7 +66,11 @@ class Runner:
             self._release(sequence)
 
     def advance(self, progress: PrefillProgress | None = None) -> None:
-        """Admit and prefill what fits, then one decode round for every sequence that has its first token."""
+        """Admit and prefill what fits, then book one decode round of every sequence that has its first token.
+
+        With `look_ahead` the next round is started before this one's tokens are read, so that the device does not wait for
+        the host. It goes to waste when all sequences turn out to have ended; who ends by budget is known beforehand.
+        """
         while self._waiting and (slot := self._free_slot()) is not None:
             sequence = self._waiting[0]
             if not self._pages.fits(len(sequence.prompt) + sequence.budget):
@@ -71,10 +78,24 @@ class Runner:
             self._waiting.popleft()
             self._admit(sequence, slot)
             self._prefill(sequence, progress)
+        started = self._ahead if self._ahead and not all(s.finished for s in self._ahead[1]) else self._start_round()
+        self._ahead = None
+        if started is None:
+            return
+        out, sequences = started
+        most = self._programs.shape.draft + 1
+        if self.look_ahead and any(len(s.tokens) + most < s.budget for s in sequences if not s.finished):
+            self._ahead = self._start_round()
+        # A sequence may have been cancelled while its round ran.
+        self._book(_read(out, sequences), [s for s in sequences if not s.finished], drafts=self._programs.shape.draft)
+
+    def _start_round(self) -> tuple[RoundOutput, list[Sequence]] | None:
+        """Start a round; its output, to be read later, and the sequences it is for."""
         decoding = [s for s in self._slots if s is not None and not s.finished]
-        if decoding:
-            self._state, out = self._programs.decode_round(self._parameters, self._state)
-            self._book(jax.device_get(out), decoding, drafts=self._programs.shape.draft)
+        if not decoding:
+            return None
+        self._state, out = self._programs.decode_round(self._parameters, self._state)
+        return out, decoding
 
     def score(self, sequence: Sequence) -> np.ndarray:
         """Logits of every prompt position, float32 `[tokens, vocab]`; uses a free slot for the duration."""
@@ -112,7 +133,7 @@ class Runner:
             if progress:
                 progress(sequence, sequence.prefilled)
         self._state, out = self._programs.begin(self._parameters, self._state, np.int32(sequence.slot))
-        out = jax.device_get(out)
+        out = _read(out, [sequence])
         sequence.first_token()
         self._book(out, [sequence], drafts=None)
 
@@ -145,6 +166,12 @@ class Runner:
                 sequence.stats.accepted += min(int(out.accepted[slot]), len(sequence.tokens) - before)
             if sequence.finished:
                 self._release(sequence)
+
+
+def _read(out: RoundOutput, sequences: list[Sequence]) -> RoundOutput:
+    """`out` with what these sequences need of it on the host. Each array costs tens of microseconds to read."""
+    fields = out._fields if any(s.params.logprobs is not None for s in sequences) else ("tokens", "emitted", "accepted", "finished")
+    return out._replace(**{name: np.asarray(getattr(out, name)) for name in fields})
 
 
 def _logprobs(out: RoundOutput, sequence: Sequence, slot: int, tokens: list[int]) -> list[TokenLogprob]:

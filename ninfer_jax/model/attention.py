@@ -1,53 +1,46 @@
-"""Gated full attention: everything but the walk over keys and values, which the caller supplies."""
+"""Gated full attention: parameters and projections; the walk over keys and values is the caller's (it owns the pages)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ninfer_jax.config import ModelConfig
-from ninfer_jax.model.layers import Linear, RMSNorm
-from ninfer_jax.model.rope import apply_rotary
+from ninfer_jax.config import ModelConfig, Recipe
+from ninfer_jax.model.layers import RMSNorm, projection
+from pallas_kernels.kv_append import Heads, attention_inputs, split_heads
+from pallas_kernels.kv_pages import KVPages
 
-
-class Heads(NamedTuple):
-    """q and gate `[tokens, query_heads, head_dim]`, k and v `[tokens, kv_heads, head_dim]`; q and k normed and turned."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    gate: jax.Array
+# From the projections `[tokens, (2 query_heads + 2 kv_heads) head_dim]` to gated values `[tokens, query_heads * head_dim]`.
+Attend = Callable[[jax.Array], jax.Array]
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with per-head `[query | gate]` rows in q_proj, QK norms and a sigmoid output gate."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, role: str):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, role: str, recipe: Recipe | None):
         d, hq, hkv = config.head_dim, config.query_heads, config.kv_heads
-        self.head_dim, self.query_heads, self.kv_heads = d, hq, hkv
-        self.q_proj = Linear(config.hidden_size, 2 * hq * d, dtype, role)
-        self.k_proj = Linear(config.hidden_size, hkv * d, dtype, role)
-        self.v_proj = Linear(config.hidden_size, hkv * d, dtype, role)
-        self.o_proj = Linear(hq * d, config.hidden_size, dtype, role)
+        self.query_heads, self.kv_heads, self.eps = hq, hkv, config.rms_norm_eps
+        heads = {"q_proj": 2 * hq * d, "k_proj": hkv * d, "v_proj": hkv * d}
+        self.qkv_proj = projection(config.hidden_size, heads, dtype, role, recipe)
+        self.o_proj = projection(hq * d, config.hidden_size, dtype, role, recipe)
         self.q_norm = RMSNorm(d, config.rms_norm_eps)
         self.k_norm = RMSNorm(d, config.rms_norm_eps)
 
-    def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> Heads:
-        """x `[tokens, hidden]` -> heads."""
-        q, gate = jnp.split(self.q_proj(x).reshape(-1, self.query_heads, 2 * self.head_dim), 2, axis=-1)
-        k, v = self.keys_values(x, cos, sin)
-        return Heads(apply_rotary(self.q_norm(q), cos, sin), k, v, gate)
+    def __call__(self, h: jax.Array, norm: RMSNorm, attend: Attend) -> jax.Array:
+        """h `[tokens, hidden]` plus attention over its norm."""
+        return self.o_proj(attend(self.qkv_proj(h, norm=norm)), residual=h)
 
-    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Only what the cache needs of x: k and v."""
-        k = self.k_proj(x).reshape(-1, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(-1, self.kv_heads, self.head_dim)
-        return apply_rotary(self.k_norm(k), cos, sin), v
+    def inputs(
+        self, projected: jax.Array, cos: jax.Array, sin: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Array, kv: str
+    ) -> tuple[jax.Array, KVPages]:
+        """Queries in the basis of the pages, and the pool with the tokens' keys and values; see `attention_inputs`."""
+        norms = self.q_norm.weight[...], self.k_norm.weight[...]
+        return attention_inputs(projected, *norms, cos, sin, pool, table, positions, format=kv, eps=self.eps)
 
-    def output(self, attended: jax.Array, gate: jax.Array) -> jax.Array:
-        """attended float32 `[tokens, query_heads, head_dim]` -> `[tokens, hidden]`."""
-        gated = attended.astype(gate.dtype) * jax.nn.sigmoid(gate)
-        return self.o_proj(gated.reshape(gated.shape[0], -1))
+    def heads(self, projected: jax.Array, cos: jax.Array, sin: jax.Array) -> Heads:
+        """The same without pages."""
+        norms = self.q_norm.weight[...], self.k_norm.weight[...]
+        return split_heads(projected, *norms, cos, sin, self.kv_heads, self.eps)

@@ -1,26 +1,20 @@
-"""Gated DeltaNet mixer: projections, gates and output; the recurrence itself is the caller's (it owns the state)."""
+"""Gated DeltaNet mixer: parameters and projections; the recurrence itself is the caller's (it owns the state)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ninfer_jax.config import ModelConfig
-from ninfer_jax.model.layers import GatedNorm, Linear, describe
-from pallas_kernels.delta_rule import causal_conv, decay_and_beta, split_qkv
+from ninfer_jax.config import ModelConfig, Recipe
+from ninfer_jax.model.layers import RMSNorm, describe, projection
 
-
-class Mixed(NamedTuple):
-    """Per token: raw convolution input `[tokens, channels]`, gate z `[tokens, value_heads, value_dim]`, log-decay g and
-    beta float32 `[tokens, value_heads]`."""
-
-    raw: jax.Array
-    z: jax.Array
-    g: jax.Array
-    beta: jax.Array
+# From `projected` `[tokens, channels + values]` (raw convolution inputs, gate z) and `ab` `[tokens, 2 * value_heads]` to
+# gated outputs `[tokens, value_heads * value_dim]`.
+Recur = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Conv(nnx.Module):
@@ -30,34 +24,43 @@ class Conv(nnx.Module):
         self.weight = describe((channels, 1, width), jnp.float32, "conv")
 
 
+class GatedNorm(nnx.Module):
+    """Weight of the delta rule's output norm, `[value_dim]`, shared by heads."""
+
+    def __init__(self, size: int):
+        self.weight = describe((size,), jnp.float32, "norm")
+
+
+class Constants(NamedTuple):
+    """What the core of a layer takes beside activations and state: taps float32 `[channels, 1, width]`, a_log and dt_bias
+    float32 `[value_heads]`, norm float32 `[value_dim]`."""
+
+    taps: jax.Array
+    a_log: jax.Array
+    dt_bias: jax.Array
+    norm: jax.Array
+
+
 class GatedDeltaNet(nnx.Module):
     """Linear attention with a float32 matrix state a value head; value head h shares key head h // (Hv / Hk)."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, recipe: Recipe | None):
         self.heads = (config.gdn_key_heads, config.gdn_value_heads, config.gdn_key_dim, config.gdn_value_dim)
-        hidden, values = config.hidden_size, config.gdn_value_heads * config.gdn_value_dim
-        self.in_proj_qkv = Linear(hidden, config.conv_channels, dtype, "gdn")
-        self.in_proj_z = Linear(hidden, values, dtype, "gdn")
-        self.in_proj_b = Linear(hidden, config.gdn_value_heads, dtype, "gdn_gate")
-        self.in_proj_a = Linear(hidden, config.gdn_value_heads, dtype, "gdn_gate")
+        self.eps = config.rms_norm_eps
+        hidden, heads = config.hidden_size, config.gdn_value_heads
+        values = heads * config.gdn_value_dim
+        self.in_proj = projection(hidden, {"in_proj_qkv": config.conv_channels, "in_proj_z": values}, dtype, "gdn", recipe)
+        self.gate_proj = projection(hidden, {"in_proj_a": heads, "in_proj_b": heads}, dtype, "gdn_gate", recipe)
         self.conv1d = Conv(config.conv_channels, config.conv_width)
-        self.A_log = describe((config.gdn_value_heads,), jnp.float32, "gdn_gate")
-        self.dt_bias = describe((config.gdn_value_heads,), jnp.float32, "gdn_gate")
-        self.norm = GatedNorm(config.gdn_value_dim, config.rms_norm_eps)
-        self.out_proj = Linear(values, hidden, dtype, "gdn")
+        self.A_log = describe((heads,), jnp.float32, "gdn_gate")
+        self.dt_bias = describe((heads,), jnp.float32, "gdn_gate")
+        self.norm = GatedNorm(config.gdn_value_dim)
+        self.out_proj = projection(values, hidden, dtype, "gdn", recipe)
 
-    def project(self, x: jax.Array) -> Mixed:
-        """x `[tokens, hidden]`."""
-        _, value_heads, _, value_dim = self.heads
-        g, beta = decay_and_beta(self.in_proj_a(x), self.in_proj_b(x), self.A_log[...], self.dt_bias[...])
-        return Mixed(self.in_proj_qkv(x), self.in_proj_z(x).reshape(-1, value_heads, value_dim), g, beta)
+    def __call__(self, h: jax.Array, norm: RMSNorm, recur: Recur) -> jax.Array:
+        """h `[tokens, hidden]` plus the mixer over its norm."""
+        return self.out_proj(recur(self.in_proj(h, norm=norm), self.gate_proj(h, norm=norm)), residual=h)
 
-    def convolve(self, window: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Raw inputs `[..., width - 1 + tokens, channels]`, the old ones first -> q, k, v of the tokens (float32)."""
-        mixed = causal_conv(window, self.conv1d.weight[...]).astype(window.dtype)
-        return split_qkv(mixed, *self.heads)
-
-    def output(self, out: jax.Array, z: jax.Array) -> jax.Array:
-        """Delta-rule output float32 `[tokens, value_heads, value_dim]` -> `[tokens, hidden]`."""
-        gated = self.norm(out, z, z.dtype)
-        return self.out_proj(gated.reshape(gated.shape[0], -1))
+    @property
+    def constants(self) -> Constants:
+        return Constants(self.conv1d.weight[...], self.A_log[...], self.dt_bias[...], self.norm.weight[...])

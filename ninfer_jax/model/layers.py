@@ -1,80 +1,136 @@
 """Small modules shared by the layers. Parameters are described first and filled from a checkpoint later.
 
-A module's attribute path is the tensor's canonical name in the checkpoint: `layers.3.self_attn.q_proj.weight`.
+A module's attribute path is the tensor's canonical name in the checkpoint, `layers.3.self_attn.o_proj.weight`, unless
+several tensors share a parameter (`Linear`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.matmul import linear
+from ninfer_jax.config import Recipe, WeightFormat
+from pallas_kernels import embedding
+from pallas_kernels.matmul import DECODE_ROWS, QuantisedWeight, linear, quantised, quantised_linear
+from pallas_kernels.norms import rms_norm
 
 
 class Weight(nnx.Param):
     """A parameter with the role that quantisation recipes and memory plans go by."""
 
 
-def describe(shape: tuple[int, ...], dtype: jnp.dtype, role: str) -> Weight:
-    """A parameter without data: a `jax.ShapeDtypeStruct`, to be replaced by an array when a checkpoint is read."""
-    return Weight(jax.ShapeDtypeStruct(shape, dtype), role=role)
+def describe(
+    shape: tuple[int, ...], dtype: jnp.dtype, role: str, parts: tuple[tuple[str, int], ...] | None = None
+) -> Weight:
+    """A parameter without data: a `jax.ShapeDtypeStruct`, to be replaced by an array when a checkpoint is read.
 
-
-class Linear(nnx.Module):
-    """y = x W^T without bias; weight `[out, in]` as checkpoints store it."""
-
-    def __init__(self, n_in: int, n_out: int, dtype: jnp.dtype, role: str):
-        self.weight = describe((n_out, n_in), dtype, role)
-
-    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        return linear(x, self.weight[...], out_dtype=out_dtype)
+    parts: the modules whose tensors lie in it one after another, and their rows.
+    """
+    return Weight(jax.ShapeDtypeStruct(shape, dtype), role=role, parts=parts)
 
 
 class Embedding(nnx.Module):
-    """Rows of `[vocab, hidden]`, no scale."""
+    """Rows of `[vocab, hidden]`, no scale; quantised where the recipe says so."""
 
-    def __init__(self, vocab: int, hidden: int, dtype: jnp.dtype):
-        self.weight = describe((vocab, hidden), dtype, "embed")
+    def __init__(self, vocab: int, hidden: int, dtype: jnp.dtype, recipe: Recipe | None = None):
+        self.format = recipe and recipe.formats.get("embed")
+        if self.format is None:
+            self.weight = describe((vocab, hidden), dtype, "embed")
+        else:
+            rows = embedding.structure(vocab, hidden, bits=self.format.bits, group=self.format.group)
+            self.codes = Weight(rows.codes, role="embed", parts=None)
+            self.scales = Weight(rows.scales, role="embed", parts=None)
 
     def __call__(self, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        return self.weight[...][tokens].astype(dtype)
+        """int32 `[tokens]` -> `[tokens, hidden]` in `dtype`."""
+        if self.format is None:
+            return self.weight[...][tokens].astype(dtype)
+        rows = embedding.QuantisedRows(self.codes[...], self.scales[...], self.format.bits, self.format.group)
+        return embedding.lookup(rows, tokens, dtype)
 
 
 class RMSNorm(nnx.Module):
-    """Zero-centred RMS norm over the last axis: x * rsqrt(mean(x^2) + eps) * (1 + w), float32 with one cast at the end."""
+    """Zero-centred RMS norm over the last axis, see `norms.rms_norm`."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, recipe: Recipe | None = None):
         self.eps = eps
-        self.weight = describe((size,), jnp.float32, "norm")
+        # Quantised projections take the norm before them as a prologue, in bfloat16 as checkpoints store it.
+        self.weight = describe((size,), jnp.float32 if recipe is None else jnp.bfloat16, "norm")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * scale * (1.0 + self.weight[...])).astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps)
 
 
-class GatedNorm(nnx.Module):
-    """The delta rule's output norm: plain weight, then times SiLU of the gate. Weight `[value_dim]`, shared by heads."""
+class Linear(nnx.Module):
+    """y = x W^T without bias, with what surrounds a projection in this model; weight `[out, in]`.
 
-    def __init__(self, size: int, eps: float):
-        self.eps = eps
-        self.weight = describe((size,), jnp.float32, "norm")
+    outputs: columns of y, or the projections of one input that share the weight, by their names in checkpoints, with
+    their columns: one product, and on a GPU one launch, instead of several.
+    """
 
-    def __call__(self, x: jax.Array, gate: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        # The cast in the middle is the reference's: in bfloat16 it decides the last bit.
-        normed = (x * scale).astype(dtype).astype(jnp.float32) * self.weight[...]
-        return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
+    def __init__(self, n_in: int, outputs: int | Mapping[str, int], dtype: jnp.dtype, role: str):
+        parts = None if isinstance(outputs, int) else tuple(outputs.items())
+        n_out = outputs if parts is None else sum(columns for _, columns in parts)
+        self.weight = describe((n_out, n_in), dtype, role, parts)
+
+    def __call__(
+        self, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None, swiglu: bool = False,
+        out_dtype: jnp.dtype | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """x `[tokens, in]`, normed first by `norm`; swiglu: the columns are gate | up, the result is silu(gate) up;
+        residual: added to the result."""
+        y = linear(x if norm is None else norm(x), self.weight[...], out_dtype=out_dtype)
+        if swiglu:
+            gate, up = jnp.split(y, 2, axis=-1)
+            y = jax.nn.silu(gate) * up
+        return y if residual is None else residual + y
+
+
+class QuantisedLinear(nnx.Module):
+    """The same with a weight of 4 or 8 bits, everything in one launch on a GPU; arguments as for `Linear`."""
+
+    def __init__(self, n_in: int, outputs: int | Mapping[str, int], dtype: jnp.dtype, role: str, format: WeightFormat):
+        parts = None if isinstance(outputs, int) else tuple(outputs.items())
+        n_out = outputs if parts is None else sum(columns for _, columns in parts)
+        self.format, self.shape = format, (n_in, n_out)
+        described = quantised.structure(n_in, n_out, format.bits, format.group)
+        self.words = Weight(described.words, role=role, parts=parts)
+        self.scales = Weight(described.scales, role=role, parts=parts)
+
+    @property
+    def quantised(self) -> QuantisedWeight:
+        return QuantisedWeight(self.words[...], self.scales[...], self.format.bits, self.format.group, self.shape)
+
+    def __call__(
+        self, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None, swiglu: bool = False,
+        out_dtype: jnp.dtype | None = None,
+    ) -> jax.Array:  # fmt: skip
+        prologue = {} if norm is None else {"norm": norm.weight[...], "eps": norm.eps}
+        activations = self.format.activations if x.shape[0] > DECODE_ROWS else "bf16"
+        return quantised_linear(
+            x, self.quantised, residual=residual, swiglu=swiglu, activations=activations, out_dtype=out_dtype or x.dtype,
+            **prologue,
+        )  # fmt: skip
+
+
+def projection(
+    n_in: int, outputs: int | Mapping[str, int], dtype: jnp.dtype, role: str, recipe: Recipe | None
+) -> Linear | QuantisedLinear:
+    """A projection in the format that the recipe has for its role."""
+    format = recipe and recipe.formats.get(role)
+    return Linear(n_in, outputs, dtype, role) if format is None else QuantisedLinear(n_in, outputs, dtype, role, format)
 
 
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden: int, inner: int, dtype: jnp.dtype, role: str):
-        self.gate_proj = Linear(hidden, inner, dtype, role)
-        self.up_proj = Linear(hidden, inner, dtype, role)
-        self.down_proj = Linear(inner, hidden, dtype, role)
+    def __init__(self, hidden: int, inner: int, dtype: jnp.dtype, role: str, recipe: Recipe | None):
+        self.gate_up_proj = projection(hidden, {"gate_proj": inner, "up_proj": inner}, dtype, role, recipe)
+        self.down_proj = projection(inner, hidden, dtype, role, recipe)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+    def __call__(self, h: jax.Array, norm: RMSNorm) -> jax.Array:
+        """h `[tokens, hidden]` plus the MLP of its norm."""
+        return self.down_proj(self.gate_up_proj(h, norm=norm, swiglu=True), residual=h)

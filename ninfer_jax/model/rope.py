@@ -30,11 +30,3 @@ def rotary(positions: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> tuple
     chosen = positions.astype(jnp.float32)[axis_of_frequency(config)].T
     angles = chosen * inverse
     return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
-
-
-def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn the leading dims of x `[tokens, heads, head_dim]`: rotate-half pairs (i, i + rotary_dim / 2)."""
-    half = cos.shape[-1]
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
-from ninfer_jax.model.attention import Heads
-from ninfer_jax.model.gdn import GatedDeltaNet, Mixed
+from ninfer_jax.model.attention import Attend, Attention
+from ninfer_jax.model.gdn import GatedDeltaNet, Recur
 from ninfer_jax.model.text import TextModel
-from pallas_kernels.delta_rule import chunked_delta_rule
+from pallas_kernels.delta_prefill.reference import delta_prefill
 
 
 def forward_sequences(model: TextModel, tokens: jax.Array) -> jax.Array:
@@ -20,7 +18,7 @@ def forward_sequences(model: TextModel, tokens: jax.Array) -> jax.Array:
     h = model.embed(tokens.reshape(-1))
     for layer in model.layers:
         if hasattr(layer, "self_attn"):
-            h = layer.attention(h, cos, sin, _causal_attention(batch))
+            h = layer.attention(h, _causal_attention(layer.self_attn, cos, sin, batch))
         else:
             h = layer.linear_attention(h, _whole_recurrence(layer.linear_attn, batch))
     return model.norm(h).reshape(batch, length, -1)
@@ -32,15 +30,17 @@ def mtp_sequences(model: TextModel, hidden: jax.Array, next_tokens: jax.Array) -
     batch, length, size = hidden.shape
     cos, sin = model.rotary(_positions(batch, length))
     x = model.mtp.stem(model.embed(next_tokens.reshape(-1)), hidden.reshape(-1, size))
-    return model.mtp(x, cos, sin, _causal_attention(batch)).reshape(batch, length, size)
+    attend = _causal_attention(model.mtp.layer.self_attn, cos, sin, batch)
+    return model.mtp(x, attend).reshape(batch, length, size)
 
 
 def _positions(batch: int, length: int) -> jax.Array:
     return jnp.broadcast_to(jnp.tile(jnp.arange(length), batch), (3, batch * length))
 
 
-def _causal_attention(batch: int) -> Callable[[Heads], jax.Array]:
-    def attend(heads: Heads) -> jax.Array:
+def _causal_attention(layer: Attention, cos: jax.Array, sin: jax.Array, batch: int) -> Attend:
+    def attend(projected: jax.Array) -> jax.Array:
+        heads = layer.heads(projected, cos, sin)
         q, k, v = (x.reshape(batch, -1, *x.shape[1:]) for x in (heads.q, heads.k, heads.v))
         length, kv_heads, size = q.shape[1], k.shape[2], q.shape[3]
         q = q.reshape(batch, length, kv_heads, -1, size)
@@ -48,19 +48,27 @@ def _causal_attention(batch: int) -> Callable[[Heads], jax.Array]:
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v, preferred_element_type=jnp.float32)
-        return out.reshape(batch * length, -1, size)
+        gated = out.reshape(heads.gate.shape).astype(heads.gate.dtype) * jax.nn.sigmoid(heads.gate)
+        return gated.reshape(batch * length, -1)
 
     return attend
 
 
-def _whole_recurrence(mixer: GatedDeltaNet, batch: int) -> Callable[[Mixed], jax.Array]:
-    def recur(mixed: Mixed) -> jax.Array:
-        raw, g, beta = (x.reshape(batch, -1, *x.shape[1:]) for x in (mixed.raw, mixed.g, mixed.beta))
-        width = mixer.conv1d.weight[...].shape[-1]
-        q, k, v = mixer.convolve(jnp.pad(raw, ((0, 0), (width - 1, 0), (0, 0))))
-        _, value_heads, key_dim, value_dim = mixer.heads
-        start = jnp.zeros((batch, value_heads, key_dim, value_dim), jnp.float32)
-        out, _ = jax.vmap(chunked_delta_rule)(start, q, k, v, g, beta)
-        return out.reshape(-1, value_heads, value_dim)
+def _whole_recurrence(mixer: GatedDeltaNet, batch: int) -> Recur:
+    _, value_heads, key_dim, value_dim = mixer.heads
+    constants = mixer.constants
+
+    def recur(projected: jax.Array, ab: jax.Array) -> jax.Array:
+        channels, _, width = constants.taps.shape
+        conv = jnp.zeros((1, width - 1, channels), projected.dtype)
+        start = jnp.zeros((1, value_heads, key_dim, value_dim), jnp.float32)
+
+        def one(projected: jax.Array, ab: jax.Array) -> jax.Array:
+            length = projected.shape[0]
+            out, _, _ = delta_prefill(projected, ab, conv, start, *constants, jnp.int32(0), jnp.int32(length), eps=mixer.eps)
+            return out
+
+        out = jax.vmap(one)(projected.reshape(batch, -1, projected.shape[1]), ab.reshape(batch, -1, ab.shape[1]))
+        return out.reshape(projected.shape[0], -1)
 
     return recur

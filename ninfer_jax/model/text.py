@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ninfer_jax.config import FULL, ModelConfig
-from ninfer_jax.model.attention import Attention, Heads
-from ninfer_jax.model.gdn import GatedDeltaNet, Mixed
-from ninfer_jax.model.layers import MLP, Embedding, Linear, RMSNorm
+from ninfer_jax.config import FULL, ModelConfig, Recipe
+from ninfer_jax.model.attention import Attend, Attention
+from ninfer_jax.model.gdn import GatedDeltaNet, Recur
+from ninfer_jax.model.layers import MLP, Embedding, RMSNorm, projection
 from ninfer_jax.model.rope import rotary
 from pallas_kernels.matmul import linear
 
@@ -19,29 +17,24 @@ from pallas_kernels.matmul import linear
 class DecoderLayer(nnx.Module):
     """h += mixer(norm(h)); h += mlp(norm(h)). One of `self_attn` and `linear_attn` exists."""
 
-    def __init__(self, config: ModelConfig, kind: str, dtype: jnp.dtype, role: str | None = None):
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    def __init__(
+        self, config: ModelConfig, kind: str, dtype: jnp.dtype, recipe: Recipe | None = None, role: str | None = None
+    ):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, recipe)
         if kind == FULL:
-            self.self_attn = Attention(config, dtype, role or "attention")
+            self.self_attn = Attention(config, dtype, role or "attention", recipe)
         else:
-            self.linear_attn = GatedDeltaNet(config, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype, role or "mlp")
+            self.linear_attn = GatedDeltaNet(config, dtype, recipe)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, recipe)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype, role or "mlp", recipe)
 
-    def attention(
-        self, h: jax.Array, cos: jax.Array, sin: jax.Array, attend: Callable[[Heads], jax.Array]
-    ) -> jax.Array:
-        """h `[tokens, hidden]`; `attend` maps heads to the attended values, float32 `[tokens, query_heads, head_dim]`."""
-        heads = self.self_attn.project(self.input_layernorm(h), cos, sin)
-        return self._feed_forward(h + self.self_attn.output(attend(heads), heads.gate))
+    def attention(self, h: jax.Array, attend: Attend) -> jax.Array:
+        """h `[tokens, hidden]`; `attend` maps projections to gated values."""
+        return self.mlp(self.self_attn(h, self.input_layernorm, attend), self.post_attention_layernorm)
 
-    def linear_attention(self, h: jax.Array, recur: Callable[[Mixed], jax.Array]) -> jax.Array:
-        """h `[tokens, hidden]`; `recur` maps projections to outputs, float32 `[tokens, value_heads, value_dim]`."""
-        mixed = self.linear_attn.project(self.input_layernorm(h))
-        return self._feed_forward(h + self.linear_attn.output(recur(mixed), mixed.z))
-
-    def _feed_forward(self, h: jax.Array) -> jax.Array:
-        return h + self.mlp(self.post_attention_layernorm(h))
+    def linear_attention(self, h: jax.Array, recur: Recur) -> jax.Array:
+        """h `[tokens, hidden]`; `recur` maps projections to gated outputs."""
+        return self.mlp(self.linear_attn(h, self.input_layernorm, recur), self.post_attention_layernorm)
 
 
 class MTPHead(nnx.Module):
@@ -51,12 +44,12 @@ class MTPHead(nnx.Module):
     normed, is the hidden of the next draft.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, recipe: Recipe | None = None):
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = Linear(2 * size, size, dtype, "mtp")
+        self.fc = projection(2 * size, size, dtype, "mtp", recipe)
         self.pre_fc_norm_embedding = RMSNorm(size, eps)
         self.pre_fc_norm_hidden = RMSNorm(size, eps)
-        self.layers = nnx.List([DecoderLayer(config, FULL, dtype, role="mtp")])
+        self.layers = nnx.List([DecoderLayer(config, FULL, dtype, recipe, role="mtp")])
         self.norm = RMSNorm(size, eps)
 
     def stem(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
@@ -64,33 +57,39 @@ class MTPHead(nnx.Module):
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         return self.fc(jnp.concatenate(parts, axis=-1))
 
-    def keys_values(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """k and v of the stem's output: all that a prompt leaves behind in this layer."""
-        layer = self.layers[0]
-        return layer.self_attn.keys_values(layer.input_layernorm(x), cos, sin)
+    @property
+    def layer(self) -> DecoderLayer:
+        return self.layers[0]
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Callable[[Heads], jax.Array]) -> jax.Array:
+    def project(self, x: jax.Array) -> jax.Array:
+        """The attention projections of the stem's output: a prompt leaves only their keys and values behind here."""
+        return self.layer.self_attn.qkv_proj(x, norm=self.layer.input_layernorm)
+
+    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
         """The stem's output -> final-normed hidden, `[tokens, hidden]`."""
-        return self.norm(self.layers[0].attention(x, cos, sin, attend))
+        return self.norm(self.layer.attention(x, attend))
 
 
 class TextModel(nnx.Module):
     """Embedding, decoder layers, final norm, output head and, where the checkpoint has one, the MTP head.
 
-    dtype: type of matrices and activations. `mtp=False` leaves the MTP head out.
+    dtype: type of matrices and activations. `mtp=False` leaves the MTP head out. recipe: the formats of quantised
+    weights, which go with bfloat16 activations; None for weights in `dtype`.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, mtp: bool):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, mtp: bool, recipe: Recipe | None = None):
         if mtp and not config.mtp_layers:
             raise ValueError("config.json: mtp_num_hidden_layers is 0, this model has no MTP head to draft with")
+        if recipe is not None and (dtype != jnp.bfloat16 or config.tied_embeddings):
+            raise ValueError(f"recipe {recipe.name}: needs bfloat16 activations and a head of its own, not {dtype} or tied embeddings")
         self.config, self.dtype = config, dtype
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = nnx.List([DecoderLayer(config, kind, dtype) for kind in config.layer_types])
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, recipe)
+        self.layers = nnx.List([DecoderLayer(config, kind, dtype, recipe) for kind in config.layer_types])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tied_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, "head")
+            self.lm_head = projection(config.hidden_size, config.vocab_size, dtype, "head", recipe)
         if mtp:
-            self.mtp = MTPHead(config, dtype)
+            self.mtp = MTPHead(config, dtype, recipe)
 
     @property
     def has_mtp(self) -> bool:
@@ -101,7 +100,7 @@ class TextModel(nnx.Module):
         return self.embed_tokens(tokens, self.dtype)
 
     def rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """positions int32 `[3, tokens]` -> cos and sin for `Attention.project`."""
+        """positions int32 `[3, tokens]` -> cos and sin `[tokens, rotary_dim / 2]`."""
         return rotary(positions, self.config, self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

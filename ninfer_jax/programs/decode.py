@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from ninfer_jax.decoding import Choice, choose, judge
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs.draft import propose
-from ninfer_jax.programs.verify import fold, verify_rows_one_by_one, verify_rows_together
+from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
+from ninfer_jax.programs.verify import fold_rows_together, verify_rows_together
 from ninfer_jax.state import State
 
 
@@ -35,19 +36,28 @@ def decode_round(
 ) -> tuple[State, RoundOutput]:
     """Rows [token, drafts] of every slot through the model, then everything that follows from their logits.
 
-    rows_together: all rows in one pass, as a GPU's tiles want it; otherwise one after another (see verify.py).
+    rows_together: all rows in one pass, as a GPU's tiles want it; otherwise one after another (see one_by_one.py).
     """
     slots = state.slots
     rows = jnp.concatenate([slots.token[:, None], slots.drafts], axis=1)
-    verify = verify_rows_together if rows_together else verify_rows_one_by_one
-    verified = verify(model, state, rows, kv)
-    choice = choose(verified.logits, state.sampling, slots.drafts, valid_ids)
+    if rows_together:
+        verified = verify_rows_together(model, state, rows, kv)
+        logits, hidden, pools = verified.logits, verified.hidden, verified.kv
+    else:
+        done, pools, recurrent = verify_rows_one_by_one(model, state, rows, kv)
+        logits, hidden = done.logits, done.hidden[:, : rows.shape[1]]
+        state = state._replace(recurrent=recurrent)
+    choice = choose(logits, state.sampling, slots.drafts, valid_ids)
     verdict = judge(choice.token, slots.drafts, state.sampling.stop_ids, slots.left, slots.active)
-    state = fold(state._replace(kv=verified.kv), verified.replays, verdict.emitted)
+    state = state._replace(kv=pools)
+    if rows_together:
+        state = fold_rows_together(state, verified.replays, verdict.emitted)
+    else:
+        state = fold_rows_one_by_one(state, done, verdict.emitted)
     before = slots.length
     state = _emit(state, choice, verdict.emitted, verdict.finished)
     if model.has_mtp:
-        state = propose(model, state, choice.token, verified.hidden, before, verdict.emitted, kv, valid_ids)
+        state = propose(model, state, choice.token, hidden, before, verdict.emitted, kv, valid_ids)
     return state, _output(choice, verdict.emitted, verdict.accepted, verdict.finished)
 
 

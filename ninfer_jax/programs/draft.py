@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from ninfer_jax.config import PAGE
+from ninfer_jax.decoding import most_likely
 from ninfer_jax.model import TextModel
-from ninfer_jax.model.attention import Heads
 from ninfer_jax.state import State
-from pallas_kernels.attention import KVPages, append, decode_attention
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.kv_pages import KVPages
 
 
 def propose(
@@ -46,17 +47,17 @@ def _mtp_rows(
     filled = jnp.where(active, jnp.minimum(position + width, slots.table.shape[1] * PAGE), 0)
     held = pool
 
-    def attend(heads: Heads) -> jax.Array:
+    def attend(projected: jax.Array) -> jax.Array:
         nonlocal held
         where = jnp.where(active[:, None], rows, -1).reshape(-1)
-        held = append(held, heads.k, heads.v, jnp.repeat(slots.table, width, axis=0), where, kv)
-        q = heads.q.reshape(count, width, *heads.q.shape[1:])
-        return decode_attention(q, held, slots.table, rows, filled, kv).reshape(heads.q.shape)
+        table = jnp.repeat(slots.table, width, axis=0)
+        q, held = model.mtp.layer.self_attn.inputs(projected, cos, sin, held, table, where, kv)
+        return decode_attention(q.reshape(count, width, *q.shape[1:]), projected, held, slots.table, rows, filled, format=kv)
 
     x = model.mtp.stem(model.embed(tokens.reshape(-1)), hidden.reshape(count * width, -1))
-    return model.mtp(x, cos, sin, attend).reshape(count, width, -1), held
+    return model.mtp(x, attend).reshape(count, width, -1), held
 
 
 def _most_likely(model: TextModel, y: jax.Array, valid_ids: int) -> jax.Array:
     logits = model.logits(y[:, 0])
-    return jnp.argmax(jnp.where(jnp.arange(logits.shape[-1]) < valid_ids, logits, -jnp.inf), axis=-1).astype(jnp.int32)
+    return most_likely(jnp.where(jnp.arange(logits.shape[-1]) < valid_ids, logits, -jnp.inf))

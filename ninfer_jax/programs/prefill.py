@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from ninfer_jax.model import TextModel
-from ninfer_jax.model.attention import Heads
-from ninfer_jax.model.gdn import GatedDeltaNet, Mixed
+from ninfer_jax.model.attention import Attention
+from ninfer_jax.model.gdn import GatedDeltaNet
 from ninfer_jax.state import State
-from pallas_kernels.attention import KVPages, append, prefill_attention
-from pallas_kernels.delta_rule import chunked_delta_rule
+from pallas_kernels.delta_prefill import delta_prefill
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.prefill_attention import prefill_attention
 
 
 class PrefillInputs(NamedTuple):
@@ -40,16 +41,18 @@ def prefill_chunk(model: TextModel, state: State, inputs: PrefillInputs, kv: str
     for layer in model.layers:
         if hasattr(layer, "self_attn"):
 
-            def attend(heads: Heads, at: int = attention_at) -> jax.Array:
-                kv_pools[at] = append(kv_pools[at], heads.k, heads.v, table, where, kv)
-                return prefill_attention(heads.q, kv_pools[at], table, start, count, kv)
+            def attend(projected: jax.Array, at: int = attention_at, layer: Attention = layer.self_attn) -> jax.Array:
+                q, kv_pools[at] = layer.inputs(projected, cos, sin, kv_pools[at], table, where, kv)
+                return prefill_attention(q, projected, kv_pools[at], table, start, count, format=kv)
 
-            h = layer.attention(h, cos, sin, attend)
+            h = layer.attention(h, attend)
             attention_at += 1
         else:
 
-            def recur(mixed: Mixed, at: int = linear_at, mixer: GatedDeltaNet = layer.linear_attn) -> jax.Array:
-                out, recurrent[at], conv[at] = _recur(mixer, mixed, recurrent[at], conv[at], slot, valid, count)
+            def recur(projected: jax.Array, ab: jax.Array, at: int = linear_at, mixer: GatedDeltaNet = layer.linear_attn) -> jax.Array:
+                out, conv[at], recurrent[at] = delta_prefill(
+                    projected, ab, conv[at], recurrent[at], *mixer.constants, slot, count, eps=mixer.eps
+                )
                 return out
 
             h = layer.linear_attention(h, recur)
@@ -61,18 +64,6 @@ def prefill_chunk(model: TextModel, state: State, inputs: PrefillInputs, kv: str
     return _advance(state, inputs, hidden, valid), hidden
 
 
-def _recur(
-    mixer: GatedDeltaNet, mixed: Mixed, recurrent: jax.Array, conv: jax.Array, slot: jax.Array, valid: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    window = jnp.concatenate([conv[slot], mixed.raw])
-    q, k, v = mixer.convolve(window)
-    # A token with g = beta = 0 is no token to the delta rule; that is how the padding of the last chunk is passed.
-    g, beta = (jnp.where(valid[:, None], x, 0.0) for x in (mixed.g, mixed.beta))
-    out, new = chunked_delta_rule(recurrent[slot], q, k, v, g, beta)
-    kept = jax.lax.dynamic_slice_in_dim(window, count, conv.shape[1], axis=0)
-    return out, recurrent.at[slot].set(new), conv.at[slot].set(kept)
-
-
 def _fill_mtp(
     model: TextModel, pool: KVPages, hidden: jax.Array, inputs: PrefillInputs,
     table: jax.Array, where: jax.Array, cos: jax.Array, sin: jax.Array, kv: str,
@@ -80,8 +71,7 @@ def _fill_mtp(
     """Keys and values of the MTP slots whose next token is known. A prompt needs nothing else of that layer."""
     known = inputs.next_tokens >= 0
     x = model.mtp.stem(model.embed(jnp.where(known, inputs.next_tokens, 0)), hidden)
-    k, v = model.mtp.keys_values(x, cos, sin)
-    return append(pool, k, v, table, jnp.where(known, where, -1), kv)
+    return model.mtp.layer.self_attn.inputs(model.mtp.project(x), cos, sin, pool, table, jnp.where(known, where, -1), kv)[1]
 
 
 def _advance(state: State, inputs: PrefillInputs, hidden: jax.Array, valid: jax.Array) -> State:

@@ -1,7 +1,9 @@
-"""The verify pass: rows [token, drafts] through the text tower, and the fold that makes the accepted ones permanent.
+"""The verify pass as a GPU wants it: rows [token, drafts] of all slots through the text tower together, and the fold that
+makes the accepted ones permanent.
 
 Recurrent states are only read here. Each GDN layer leaves replay records (k, v, decay, beta, raw convolution input), 86 times
-smaller than a copy of its state for the 27B, from which `fold` replays as many rows as were accepted.
+smaller than a copy of its state for the 27B, from which the fold replays as many rows as were accepted. `one_by_one` is
+the form for a CPU.
 """
 
 from __future__ import annotations
@@ -11,22 +13,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ninfer_jax.config import MAX_DRAFT, PAGE
+from ninfer_jax.config import PAGE
 from ninfer_jax.model import TextModel
-from ninfer_jax.model.attention import Heads
-from ninfer_jax.model.gdn import GatedDeltaNet, Mixed
+from ninfer_jax.model.attention import Attention
+from ninfer_jax.model.gdn import GatedDeltaNet
 from ninfer_jax.state import State
-from pallas_kernels.attention import KVPages, append, decode_attention
-from pallas_kernels.delta_rule import Transitions, decode_delta_rule, fold_transitions
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.delta_decode import delta_decode
+from pallas_kernels.delta_fold import delta_fold
+from pallas_kernels.delta_rule import Transitions
 from pallas_kernels.elementary import opaque_zero
+from pallas_kernels.kv_pages import KVPages
 
 
 class Replay(NamedTuple):
-    """Records of one GDN layer (S slots, R rows): transitions `[S, R, ...]`, raw convolution inputs
-    `[S, R, channels]`."""
+    """Records of one GDN layer (S slots, R rows): transitions `[S, R, ...]`, and its projections `[S * R, ...]`, whose
+    leading columns are the raw convolution inputs."""
 
     transitions: Transitions
-    raw: jax.Array
+    projected: jax.Array
 
 
 class Verified(NamedTuple):
@@ -56,19 +61,19 @@ def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: st
     for layer in model.layers:
         if hasattr(layer, "self_attn"):
 
-            def attend(heads: Heads, at: int = attention_at) -> jax.Array:
-                pools[at] = append(pools[at], heads.k, heads.v, table, where, kv)
-                q = heads.q.reshape(count, width, *heads.q.shape[1:])
-                out = decode_attention(q, pools[at], slots.table, position, filled, kv)
-                return out.reshape(heads.q.shape)
+            def attend(projected: jax.Array, at: int = attention_at, layer: Attention = layer.self_attn) -> jax.Array:
+                q, pools[at] = layer.inputs(projected, cos, sin, pools[at], table, where, kv)
+                q = q.reshape(count, width, *q.shape[1:])
+                return decode_attention(q, projected, pools[at], slots.table, position, filled, format=kv)
 
-            h = layer.attention(h, cos, sin, attend)
+            h = layer.attention(h, attend)
             attention_at += 1
         else:
 
-            def recur(mixed: Mixed, at: int = linear_at, mixer: GatedDeltaNet = layer.linear_attn) -> jax.Array:
-                out, replay = _recur(mixer, mixed, state.recurrent[at], state.conv[at], width, zero)
-                replays.append(replay)
+            def recur(projected: jax.Array, ab: jax.Array, at: int = linear_at, mixer: GatedDeltaNet = layer.linear_attn) -> jax.Array:
+                states = state.conv[at], state.recurrent[at]
+                out, transitions = delta_decode(projected, ab, *states, *mixer.constants, zero, rows=width, eps=mixer.eps)
+                replays.append(Replay(transitions, projected))
                 return out
 
             h = layer.linear_attention(h, recur)
@@ -78,85 +83,12 @@ def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: st
     return Verified(logits, hidden.reshape(count, width, -1), tuple(pools), tuple(replays))
 
 
-def verify_rows_one_by_one(model: TextModel, state: State, rows: jax.Array, kv: str) -> Verified:
-    """The same, one row of one slot after another through one compiled loop body.
-
-    For a CPU. XLA's CPU compiler sums, fuses and rounds in ways that depend on array shapes, so a row verified beside
-    three drafts would differ in its last bits from the same row decoded alone, and a near tie could flip. Here both are
-    the same code on the same shapes. Nothing is lost: at a handful of rows a CPU is fastest with matrix-vector products
-    anyway. Empty slots cost nothing. Buffers have room for the most rows an engine may have, whatever this one's K is: the
-    loop is then the same program for every K, not just the same source.
-    """
-    count, width = rows.shape
-    rows = jnp.pad(rows, ((0, 0), (0, MAX_DRAFT + 1 - width)))
-    alone = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), _slot_arrays(state))
-    shapes = jax.eval_shape(lambda a: verify_rows_together(model, _with_slot(state, a), rows[:1, :1], kv), alone)
-    room = jax.tree.map(lambda x: jnp.zeros((count, MAX_DRAFT + 1, *x.shape[2:]), x.dtype), shapes._replace(kv=()))
-
-    def one_slot(slot: jax.Array, carry: tuple) -> tuple:
-        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), _slot_arrays(state))
-        zero = opaque_zero(state.slots.length)
-
-        def one_row(row: jax.Array, carry: tuple) -> tuple:
-            out, pools, (slots, recurrent, conv), before = carry
-            # The row before enters the states only now, because the last one never has to: plain decoding folds nothing
-            # here. The count is data, so that this is the loop that `fold` runs, not an unrolled cousin of it.
-            once = jnp.minimum(row, 1)[None]
-            recurrent = tuple(fold_transitions(s, t, once, zero) for s, t in zip(recurrent, before, strict=True))
-            token = jax.lax.dynamic_slice(rows, (slot, row), (1, 1))
-            here = _with_slot(state._replace(kv=pools), (slots, recurrent, conv))
-            done = verify_rows_together(model, here, token, kv)
-            out = jax.tree.map(
-                lambda to, x: jax.lax.dynamic_update_slice(to, x, (slot, row, *(0,) * (x.ndim - 2))), out, done._replace(kv=())
-            )
-            conv = tuple(jnp.concatenate([c, r.raw], axis=1)[:, 1:] for c, r in zip(conv, done.replays, strict=True))
-            mine = (slots._replace(length=slots.length + 1), recurrent, conv)
-            return out, done.kv, mine, tuple(r.transitions for r in done.replays)
-
-        # The bound is data, so the loop stays a loop at one row too: plain decoding runs this very body.
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(r.transitions for r in shapes.replays))
-        width_here = jnp.where(mine[0].active[0], width, 0)
-        out, pools, *_ = jax.lax.fori_loop(0, width_here, one_row, (*carry, mine, nothing))
-        return out, pools
-
-    out, pools = jax.lax.fori_loop(0, count, one_slot, (room, state.kv))
-    return out._replace(kv=pools, logits=out.logits[:, :width], hidden=out.hidden[:, :width])
-
-
-def fold(state: State, replays: tuple[Replay, ...], emitted: jax.Array) -> State:
+def fold_rows_together(state: State, replays: tuple[Replay, ...], emitted: jax.Array) -> State:
     """Recurrent and convolution states after the first `emitted[slot]` rows, int32 `[S]`."""
     zero = opaque_zero(state.slots.length)
-
-    def one_slot(slot: jax.Array, states: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), (states, replays, emitted))
-        kept = tuple(fold_transitions(s, r.transitions, mine[2], zero) for s, r in zip(*mine[:2], strict=True))
-        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, 0), states, kept)
-
-    recurrent = jax.lax.fori_loop(0, emitted.shape[0], one_slot, state.recurrent)
-    conv = []
-    for kept, replay in zip(state.conv, replays, strict=True):
-        window = jnp.concatenate([kept, replay.raw], axis=1)
-        columns = emitted[:, None] + jnp.arange(kept.shape[1])
-        conv.append(jnp.take_along_axis(window, columns[..., None], axis=1))
-    return state._replace(recurrent=recurrent, conv=tuple(conv))
-
-
-def _recur(
-    mixer: GatedDeltaNet, mixed: Mixed, recurrent: jax.Array, conv: jax.Array, width: int, zero: jax.Array
-) -> tuple[jax.Array, Replay]:
-    raw, g, beta = (x.reshape(-1, width, *x.shape[1:]) for x in (mixed.raw, mixed.g, mixed.beta))
-    window = jnp.concatenate([conv, raw], axis=1)
-    q, k, v = mixer.convolve(window)
-    transitions = Transitions(k, v, jnp.exp(g), beta)
-    out = decode_delta_rule(recurrent, q, transitions, zero)
-    return out.reshape(-1, *out.shape[2:]), Replay(transitions, raw)
-
-
-def _slot_arrays(state: State) -> tuple:
-    """What a verify pass reads of each slot; every leaf has the slot axis first."""
-    return state.slots, state.recurrent, state.conv
-
-
-def _with_slot(state: State, arrays: tuple) -> State:
-    slots, recurrent, conv = arrays
-    return state._replace(slots=slots, recurrent=recurrent, conv=conv)
+    recurrent, conv = list(state.recurrent), list(state.conv)
+    for at, replay in enumerate(replays):
+        recurrent[at], conv[at] = delta_fold(
+            recurrent[at], conv[at], replay.transitions, replay.projected, emitted, zero
+        )
+    return state._replace(recurrent=tuple(recurrent), conv=tuple(conv))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ninfer_jax.config import MAX_CONTEXT, PAGE, EngineConfig, ModelConfig
 from ninfer_jax.decoding.sampling import SamplingState, sampling_struct
-from pallas_kernels.attention import KVPages, pages_struct
+from pallas_kernels.kv_pages import KVPages, pages_struct
 
 
 class Slots(NamedTuple):

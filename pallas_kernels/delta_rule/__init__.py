@@ -2,7 +2,7 @@
 
 from pallas_kernels.delta_rule.chunked import CHUNK, chunked_delta_rule
 from pallas_kernels.delta_rule.inputs import causal_conv, decay_and_beta, l2_normalise, split_qkv
-from pallas_kernels.delta_rule.recurrent import Transitions, decode_delta_rule, fold_transitions
+from pallas_kernels.delta_rule.recurrent import Transitions, decode_delta_rule, fold_transitions, replay_rows
 
 __all__ = [
     "CHUNK",
@@ -13,5 +13,6 @@ __all__ = [
     "decode_delta_rule",
     "fold_transitions",
     "l2_normalise",
+    "replay_rows",
     "split_qkv",
 ]

@@ -8,6 +8,7 @@ Verification must be able to take rows back, and S cannot be inverted. So a veri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -37,8 +38,8 @@ def decode_delta_rule(state: jax.Array, q: jax.Array, transitions: Transitions, 
     outputs = []
     for row in range(q.shape[1]):
         if row:
-            state = _step(state, transitions, row - 1, zero)
-        k, decay, u = _update(state, transitions, row, zero)
+            state = _step(state, _row(transitions, row - 1), zero)
+        k, decay, u = _update(state, _row(transitions, row), zero)
         q_row = jnp.repeat(q[:, row], share, axis=1)
         # S'^T q = decay S^T q + (k . q) u: the state after the last row is never formed.
         seen = _read_out(state, q_row)
@@ -51,27 +52,36 @@ def fold_transitions(state: jax.Array, transitions: Transitions, accepted: jax.A
     """`state` after the first `accepted[slot]` recorded rows; int32 `[slots]`, 0 leaves a slot's state untouched."""
 
     def replay(row: jax.Array, state: jax.Array) -> jax.Array:
-        stepped = _step(state, transitions, row, zero)
+        stepped = _step(state, _row(transitions, row), zero)
         return jnp.where((row < accepted)[:, None, None, None], stepped, state)
 
     return jax.lax.fori_loop(0, jnp.max(accepted), replay, state)
 
 
-def _step(state: jax.Array, transitions: Transitions, row: int | jax.Array, zero: jax.Array) -> jax.Array:
-    k, decay, u = _update(state, transitions, row, zero)
+def replay_rows(
+    state: jax.Array, row_of: Callable[[jax.Array], Transitions], first: jax.Array, last: jax.Array, zero: jax.Array
+) -> jax.Array:
+    """`state` `[slots, ...]` after the recorded rows first..last-1, int32 scalars, the same for all slots. `row_of(row)`
+    gives one row's `Transitions` without the rows axis; it is called inside the loop, so records are read where they lie."""
+    return jax.lax.fori_loop(first, last, lambda row, state: _step(state, row_of(row), zero), state)
+
+
+def _row(transitions: Transitions, row: int | jax.Array) -> Transitions:
+    return Transitions(*(x[:, row] for x in transitions))
+
+
+def _step(state: jax.Array, row: Transitions, zero: jax.Array) -> jax.Array:
+    k, decay, u = _update(state, row, zero)
     return rounded(decay[..., None] * state, zero) + rounded(k[..., None] * u[..., None, :], zero)
 
 
-def _update(
-    state: jax.Array, transitions: Transitions, row: int | jax.Array, zero: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _update(state: jax.Array, row: Transitions, zero: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """k `[slots, value_heads, key_dim]`, decay `[slots, value_heads, 1]` and u `[slots, value_heads, value_dim]`."""
-    share = transitions.v.shape[2] // transitions.k.shape[2]
-    k = jnp.repeat(transitions.k[:, row], share, axis=1)  # value head h reads key head h // share
-    decay = transitions.decay[:, row][..., None]
+    share = row.v.shape[1] // row.k.shape[1]
+    k = jnp.repeat(row.k, share, axis=1)  # value head h reads key head h // share
+    decay = row.decay[..., None]
     # The decay is applied to the read-out, not to a decayed copy of the state: S is read once for it.
-    read = _read_out(state, k)
-    return k, decay, transitions.beta[:, row][..., None] * (transitions.v[:, row] - rounded(decay * read, zero))
+    return k, decay, row.beta[..., None] * (row.v - rounded(decay * _read_out(state, k), zero))
 
 
 def _read_out(state: jax.Array, x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 from ninfer_jax import Engine, EngineConfig, SamplingParams
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
-from pallas_kernels.attention import read_tokens
+from pallas_kernels.kv_pages import read_tokens
 from weights import tiny_path
 
 Script = Callable[[list[int]], list[int]]
@@ -30,7 +30,9 @@ def load(draft: int, kv: str, slots: int = 1, context: int = 1024) -> Engine:
 
 
 class ScriptedRunner(Runner):
-    """A runner over an engine's programs and parameters with a state of its own."""
+    """A runner over an engine's programs and parameters with a state of its own, which every round leaves to be looked at."""
+
+    look_ahead = False
 
     def __init__(self, engine: Engine):
         super().__init__(engine.programs, engine.runner._parameters, engine.programs.allocate())

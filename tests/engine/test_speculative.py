@@ -118,7 +118,7 @@ def test_rows_in_one_pass_agree_with_rows_one_by_one(prompt):
     truth, snapshots = run(engine, prompt, GREEDY, budget=48)
     together = Programs(
         TextModel(engine.model_config, jnp.dtype("float32"), mtp=True), engine.programs.shape, engine.programs.chunk,
-        engine.tokenizer.vocab_size, platform="gpu",
+        engine.tokenizer.vocab_size, "cpu", rows_together=True,
     )  # fmt: skip
     engine._programs = together
     sequence, states = run(engine, prompt, GREEDY, budget=48)

@@ -8,18 +8,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import PAGE, KVPages, append, decode_attention, pages_struct, prefill_attention, read_tokens
+from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.kv_codecs import FORMATS, Packed, decode, encode
+from pallas_kernels.kv_pages import PAGE, KVPages, append, pages_struct, read_tokens
+from pallas_kernels.prefill_attention import reference as prefill_reference
 
 KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 6, 128
 PER_SLOT = 6  # pages; no multiple of the pages in a block
 POOL = 31
 
-run_decode = jax.jit(decode_attention, static_argnames="format")
-run_prefill = jax.jit(prefill_attention, static_argnames="format")
+jit_decode_attend = jax.jit(decode_reference.attend, static_argnames="format")
+jit_prefill_attend = jax.jit(prefill_reference.attend, static_argnames="format")
 run_append = jax.jit(append, static_argnames="format")
 jit_encode = jax.jit(encode, static_argnames=("format", "part"))
 jit_decode = jax.jit(decode, static_argnames=("format", "part"))
+
+
+def in_stored_basis(q: np.ndarray, format: str) -> np.ndarray:
+    """Queries as the walk over pages wants them: scaled, and for rotated formats times the 64 x 64 Hadamard matrix."""
+    q = q / np.sqrt(HEAD_DIM)
+    if format.startswith("rk"):
+        i = np.arange(64)
+        signs = (-1.0) ** np.array([[bin(a & b).count("1") for b in i] for a in i])
+        q = (q.reshape(*q.shape[:-1], -1, 64) @ (signs / 8)).reshape(q.shape)
+    return q.astype(np.float32)
+
+
+def run_decode(q: np.ndarray, pool: KVPages, tables: np.ndarray, positions: np.ndarray, filled: np.ndarray, format: str) -> jax.Array:
+    return jit_decode_attend(in_stored_basis(q, format), pool, tables, positions, filled, format)
+
+
+def run_prefill(q: np.ndarray, pool: KVPages, table: np.ndarray, start: np.int32, count: np.int32, format: str) -> jax.Array:
+    return jit_prefill_attend(in_stored_basis(q, format), pool, table, start, count, format)
 
 
 def encoded(x: np.ndarray, format: str, part: str) -> Packed:

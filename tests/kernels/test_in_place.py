@@ -16,8 +16,10 @@ from ninfer_jax.config import FULL, LINEAR, EngineConfig, ModelConfig
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs import Programs
 from ninfer_jax.state import state_shape, state_struct
-from pallas_kernels.attention import PAGE, append, decode_attention, pages_struct, prefill_attention
+from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.kv_codecs import FORMATS
+from pallas_kernels.kv_pages import PAGE, append, pages_struct
+from pallas_kernels.prefill_attention import reference as prefill_reference
 
 PAGES = 1009
 # What may have a pool as its result. A fusion counts by what is inside it, which is listed in the same text.
@@ -61,8 +63,7 @@ def test_programs_copy_no_pool(rows_together: bool) -> None:
     model = tiny_model()
     shape = state_shape(model, EngineConfig(context=256, draft=1, pool=(PAGES - 1) * PAGE), "bf16", jnp.float32)
     assert shape.pages == PAGES
-    # A platform other than "cpu" selects the pass that takes all rows together.
-    programs = Programs(TextModel(model, jnp.float32, mtp=True), shape, 64, 96, "other" if rows_together else "cpu")
+    programs = Programs(TextModel(model, jnp.float32, mtp=True), shape, 64, 96, "cpu", rows_together)
     for name in ["decode_round"] if rows_together else ["prefill", "begin", "decode_round"]:
         check(programs.compiled(name), state_struct(model, shape))
 
@@ -83,8 +84,8 @@ def test_attention_decodes_no_pool(format: str) -> None:
     pool = pages_struct(format, PAGES, 2, 128)
 
     def both(pool, q, table, number):
-        decoded = decode_attention(q[None], pool, table[None], jnp.stack([number, number + 1])[None], number[None] + 2, format)
-        return pool, decoded, prefill_attention(q, pool, table, number, number, format)
+        decoded = decode_reference.attend(q[None], pool, table[None], jnp.stack([number, number + 1])[None], number[None] + 2, format)
+        return pool, decoded, prefill_reference.attend(q, pool, table, number, number, format)
 
     q, table, number = (jax.ShapeDtypeStruct(*x) for x in (((2, 4, 128), jnp.float32), ((7,), jnp.int32), ((), jnp.int32)))
     check(jax.jit(both, donate_argnums=0).lower(pool, q, table, number).compile(), pool)

@@ -14,7 +14,7 @@ ENGINES = {
     "ratio1-4layers-tied": dict(draft=0, slots=2),
     "ratio2-4layers": dict(draft=0),
     "ratio2-8layers-tied": dict(draft=3, slots=2),
-    "ratio3-4layers": dict(draft=3, platform="gpu"),
+    "ratio3-4layers": dict(draft=3, rows_together=True),
 }
 
 

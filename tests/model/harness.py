@@ -22,11 +22,10 @@ CONTEXT = 320
 
 
 class Harness:
-    """A checkpoint loaded and its programs, compiled when first used. `platform` other than "cpu" picks the GPU's way to verify: all rows
-    in one pass."""
+    """A checkpoint loaded and its programs, compiled when first used. rows_together: verify as a GPU does, all rows in one pass."""
 
     def __init__(
-        self, directory: Path, *, draft: int = 0, kv: str = "f32", dtype: jnp.dtype = jnp.float32, slots: int = 1, platform: str = "cpu"
+        self, directory: Path, *, draft: int = 0, kv: str = "f32", dtype: jnp.dtype = jnp.float32, slots: int = 1, rows_together: bool = False
     ):
         self.config = ModelConfig.from_hf(directory)
         model = TextModel(self.config, dtype, mtp=draft > 0)
@@ -38,7 +37,7 @@ class Harness:
         self.parameters = fill(described, arrays)
         engine = EngineConfig(context=CONTEXT, slots=slots, draft=draft, kv=kv, prefill_chunk=CHUNK)
         self.shape = state_shape(self.config, engine, kv, dtype)
-        self.programs = Programs(model, self.shape, CHUNK, self.config.vocab_size, platform)
+        self.programs = Programs(model, self.shape, CHUNK, self.config.vocab_size, "cpu", rows_together)
 
     @property
     def model(self) -> TextModel:
@@ -51,14 +50,14 @@ class Harness:
         """`[tokens, hidden]`, at most a chunk of tokens -> float32 `[tokens, vocab]`, through the `head` program."""
         rows = np.zeros((CHUNK, hidden.shape[1]), hidden.dtype)
         rows[: len(hidden)] = hidden
-        return np.asarray(self.programs.head(self.parameters, rows))[: len(hidden)]
+        return np.asarray(self.programs.head(jax.tree.leaves(self.parameters), rows))[: len(hidden)]
 
 
 class Sequence:
     """A greedy sequence in the last slot, which owns every second page, in descending order. The state is this object's own."""
 
     def __init__(self, harness: Harness):
-        self._programs, self._parameters = harness.programs, harness.parameters
+        self._programs, self._parameters = harness.programs, jax.tree.leaves(harness.parameters)
         self._slot = np.int32(harness.shape.slots - 1)
         per_slot = harness.shape.pages_per_slot
         pages = PageAllocator(harness.shape.pages, per_slot).reserve(CONTEXT)

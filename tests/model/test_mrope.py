@@ -9,7 +9,8 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding, apply_rotary_pos_emb
 
 from ninfer_jax.config import ModelConfig
-from ninfer_jax.model.rope import apply_rotary, rotary
+from ninfer_jax.model.rope import rotary
+from pallas_kernels.kv_append.reference import apply_rotary
 
 NAME = "ratio2-8layers-tied"
 

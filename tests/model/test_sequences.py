@@ -8,6 +8,7 @@ import torch
 from flax import nnx
 from torch_reference import VOCAB
 
+from ninfer_jax.model import checkpoint_tensors
 from ninfer_jax.model.sequence import forward_sequences, mtp_sequences
 
 CASES = ["ratio3-8layers", "ratio2-8layers-tied"]
@@ -53,7 +54,7 @@ def test_gradient(harness, reference, batch, close):
         log_p = jax.nn.log_softmax(model.logits(hidden[0, :-1]))
         return -jnp.mean(jnp.take_along_axis(log_p, jnp.asarray(ids[0, 1:, None]), axis=1))
 
-    ours = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(jax.jit(jax.grad(loss))(parameters))}
+    ours = checkpoint_tensors(jax.jit(jax.grad(loss))(parameters))
 
     text, head = reference(name).text, reference(name).head
     tokens = torch.as_tensor(ids)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.pages import PAGE, KVPages, load_block
+from pallas_kernels.kv_pages import PAGE, KVPages, load_block
+from pallas_kernels.kv_append.reference import gates
 from pallas_kernels.kv_codecs import rotate, uses_rotation
 
 BLOCK_PAGES = 8
@@ -13,19 +14,21 @@ _NEVER = -1e30
 
 
 def prefill_attention(
+    q: jax.Array, projected: jax.Array, pool: KVPages, table: jax.Array, start: jax.Array, count: jax.Array, *, format: str
+) -> jax.Array:
+    tokens, query_heads, head_dim = q.shape
+    out = attend(q, pool, table, start, count, format)
+    gated = out.astype(projected.dtype) * jax.nn.sigmoid(gates(projected, query_heads, head_dim))
+    return gated.reshape(tokens, -1)
+
+
+def attend(
     q: jax.Array, pool: KVPages, table: jax.Array, start: jax.Array, count: jax.Array, format: str
 ) -> jax.Array:
-    """q `[tokens, query_heads, head_dim]` at positions start, start + 1, ... -> float32 of the same shape.
-
-    table int32 `[pages_per_slot]`; start and count int32 scalars: only the first `count` rows are valid, and the pages
-    hold start + count tokens. Every page is decoded once for the whole chunk; pages beyond the filled length are not
-    touched.
-    """
+    """Attention without the gate, float32 `[tokens, query_heads, head_dim]`; q as `attention_inputs` gives it."""
     tokens, query_heads, head_dim = q.shape
     kv_heads = jax.tree.leaves(pool.k)[0].shape[1]
-    rotated = uses_rotation(format)
-    q = q.astype(jnp.float32) * head_dim**-0.5
-    q = (rotate(q) if rotated else q).reshape(tokens, kv_heads, -1, head_dim)
+    q = q.reshape(tokens, kv_heads, -1, head_dim)
     table = jnp.pad(table, (0, -table.shape[0] % BLOCK_PAGES))
     block = BLOCK_PAGES * PAGE
     filled = start + count
@@ -51,4 +54,4 @@ def prefill_attention(
     _, total, acc = jax.lax.fori_loop(0, (filled + block - 1) // block, step, carry)
     out = acc / jnp.where(total > 0, total, 1.0)[..., None]
     out = jnp.transpose(out, (2, 0, 1, 3)).reshape(tokens, query_heads, head_dim)
-    return rotate(out) if rotated else out
+    return rotate(out) if uses_rotation(format) else out
