@@ -6,8 +6,8 @@ With G = cumsum(g), D_ij = exp(G_i - G_j) for i >= j and A = strict_lower((beta 
 so that the state's launch makes one R of each block and multiplies it twice. q and k come as bf16, their lengths are
 factors of rows and columns, so that Q K^T and K K^T are exact.
 
-Blocks of 32 and not of 64: the triangles cost half, the state's products are the same, and the state's launch holds it all
-in registers.
+Blocks of 32 tokens and not of 64: triangles cost half as much, products with the state the same, and the state's launch
+holds all it needs in registers.
 """
 
 from __future__ import annotations

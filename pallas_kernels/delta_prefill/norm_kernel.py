@@ -34,7 +34,7 @@ def gated_norm(
 ) -> jax.Array:
     """out / sqrt(mean(out^2) + eps) over each head, rounded to projected's type, * norm * SiLU(z).
 
-    out float32 `[value_heads * value_dim, tokens]`, projected's last columns are z, norm float32 `[value_dim]`, count int32
+    out float32 `[value_heads * value_dim, tokens]`; projected's last columns are z; norm float32 `[value_dim]`, count int32
     `[1]`. Returns projected's type, `[tokens, value_heads * value_dim]`, zeros from token `count` on.
     """
     width, tokens = out.shape
@@ -62,7 +62,8 @@ def _kernel(
     head, start = pl.program_id(0), pl.program_id(1) * config.tokens
     rows, columns = pl.ds(start, config.tokens), pl.ds(head * dim, dim)
     valid = start + jax.lax.broadcasted_iota(jnp.int32, (config.tokens, dim), 0) < launch.load(count_ref, 0)
-    x = launch.load(out_ref, (columns, rows), valid.T).T
+    # Masked after loading: a mask along the contiguous axis would break up the loads.
+    x = jnp.where(valid, launch.load(out_ref, (columns, rows)).T, 0.0)
     gates = pl.ds(projected_ref.shape[1] - width + head * dim, dim)
     z = launch.load(projected_ref, (rows, gates), valid).astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.sum(x * x, axis=1) * (1 / dim) + eps)

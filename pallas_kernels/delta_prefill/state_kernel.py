@@ -1,8 +1,8 @@
 """Third launch: the state from block to block, for every value head and 64 of its value dims.
 
-Everything is transposed, so that the value dims are the rows of each product: S^T, R^T = V^T - ..., V'^T. A warp then
+Everything is transposed, so that the value dims are the rows of each product: S^T, (K S)^T, R^T and (W R)^T. A warp then
 owns 16 value dims of all of them, and the result of one product is the left operand of the next without leaving its
-registers. k, q, T and P are the right operands, shared by the warps.
+registers. k, q, W and M are the right operands, shared by the warps; S stays in registers from the first block to the last.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def advance(
     config: Config = Config(),
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs of the delta rule before the gated norm, float32 `[tokens, value_heads * value_dim]`, and `recurrent`
+    """Outputs of the delta rule before the gated norm, float32 `[value_heads * value_dim, tokens]`, and `recurrent`
     `[slots, value_heads, key_dim, value_dim]` with the slot's state advanced in place.
 
-    mixed from `token_inputs`, matrices and factors from `block_matrices`; slot, count int32 `[1]`. Output rows of blocks without
+    mixed from `token_inputs`, matrices and factors from `block_matrices`; slot, count int32 `[1]`. Outputs of blocks without
     a token are not written.
     """
     _, value_heads, key_dim, value_dim = recurrent.shape

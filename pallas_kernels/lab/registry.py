@@ -11,6 +11,7 @@ MODULES = (
     "pallas_kernels.kv_append.cases",
     "pallas_kernels.delta_decode.cases",
     "pallas_kernels.delta_fold.cases",
+    "pallas_kernels.delta_prefill.cases",
 )
 
 
