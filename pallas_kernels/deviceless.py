@@ -6,6 +6,7 @@ device. Register spills, too much shared memory and operations the GPU backend l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -84,7 +85,13 @@ def _mesh(target: str) -> jax.sharding.Mesh:
     return topologies.make_mesh(topology, (1,), ("x",))
 
 
-def _abstract_mesh(card: targets.Target) -> AbstractMesh:
+def _abstract_mesh(target: str) -> AbstractMesh | None:
+    """The mesh to trace under; None where JAX needs none (before 0.11)."""
+    if jax.__version_info__ < (0, 11):
+        return None
+    card, own = targets.get(target), _mesh(target).abstract_mesh
+    if own.abstract_device is not None and own.abstract_device.device_kind in _KNOWN_KIND.values():
+        return own
     fields = {"device_kind": _KNOWN_KIND[card.compute_capability], "num_cores": None}
     if "platform" in AbstractDevice.__dataclass_fields__:
         fields["platform"] = "gpu"
@@ -95,10 +102,10 @@ def lower_for(
     fn: Callable, args: Sequence[Any], target: str = "rtx4090", *, donate: Sequence[int] = ()
 ) -> jax.stages.Lowered:
     """`fn` traced and lowered for `target`; `args` and `donate` as in `compile_for`."""
-    card = targets.get(target)
     sharding = NamedSharding(_mesh(target), PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tuple(args))
-    with jax.sharding.use_abstract_mesh(_abstract_mesh(card)):
+    mesh = _abstract_mesh(target)
+    with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
         return jax.jit(fn, donate_argnums=tuple(donate)).lower(*args)
 
 

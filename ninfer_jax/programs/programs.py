@@ -63,10 +63,16 @@ class Programs:
         return self._get("allocate")()
 
     def lowered(self, name: str) -> jax.stages.Lowered:
-        """The named program before compilation, for inspection and for compiling elsewhere."""
-        function, donated = self._functions[name]
+        """The named program before compilation, for inspection."""
+        function, arguments, donated = self.source(name)
         with lowering_for(self.platform):
-            return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*self._arguments(name))
+            return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments)
+
+    def source(self, name: str) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+        """The named program's function, the shapes of its arguments, and which of them it may overwrite: what compiling it
+        for another machine takes."""
+        function, donated = self._functions[name]
+        return function, self._arguments(name), donated
 
     def compiled(self, name: str) -> jax.stages.Compiled:
         """The named program, compiled."""
