@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import kv_codecs
-from pallas_kernels.attention.pages import PAGE, KVPages, load_block, pages_struct
-from pallas_kernels.decode_attention import kernel, tiles
+from pallas_kernels.decode_attention import kernel, reference, tiles
+from pallas_kernels.kv_pages import PAGE, pages_struct
 from pallas_kernels.lab import rows
 
 HEADS, KV_HEADS, HEAD_DIM = 24, 4, 256
@@ -82,11 +81,12 @@ class Case:
         ]
 
     def reference(self, *arguments: Any) -> jax.Array:
-        return _reference(*arguments, format=self.format)
+        return reference.decode_attention(*arguments, format=self.format)
 
     @property
     def allowed_error(self) -> float:
-        return 1e-5 if self.format == "f32" else 4e-3
+        # Of bf16, 2.8e-3 are the roundings of result, gate and product; the reference's gate is rounded more often.
+        return 1e-5 if self.format == "f32" else 4.5e-3
 
     @property
     def pages_walked(self) -> int:
@@ -140,34 +140,6 @@ def _random(key: jax.Array, leaf: Any) -> jax.Array:
         return jax.random.uniform(key, leaf.shape, leaf.dtype, 0.005, 0.02)
     values = jax.random.normal(key, leaf.shape)
     return jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), leaf.dtype) if leaf.dtype == jnp.uint16 else values
-
-
-@functools.partial(jax.jit, static_argnames="format")
-def _reference(
-    q: jax.Array,
-    projected: jax.Array,
-    pool: KVPages,
-    table: jax.Array,
-    positions: jax.Array,
-    filled: jax.Array,
-    format: str,
-) -> jax.Array:
-    """The same in plain jnp, all pages of the table at once."""
-    slots, rows, heads, dims = q.shape
-    gates = projected.reshape(slots, rows, -1, dims)[:, :, 1 : 2 * heads : 2]
-    token = jnp.arange(table.shape[1] * PAGE)
-    out = []
-    for s in range(slots):
-        k, v = load_block(pool, table[s], format)
-        seen = token <= jnp.minimum(positions[s], filled[s] - 1)[:, None]
-        grouped = q[s].reshape(rows, k.shape[0], -1, dims)
-        scores = jnp.einsum("rhgd,htd->hgrt", grouped, k, precision=jax.lax.Precision.HIGHEST)
-        p = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, -1e30)), 0)
-        out.append(jnp.einsum("hgrt,htd->rhgd", p, v, precision=jax.lax.Precision.HIGHEST))
-    out = jnp.stack(out).reshape(slots, rows, heads, dims)
-    out = kv_codecs.rotate(out) if kv_codecs.uses_rotation(format) else out
-    gated = out.astype(projected.dtype) * jax.nn.sigmoid(gates)
-    return gated.reshape(slots * rows, heads * dims)
 
 
 # Four slots share the tokens that fit beside the 27B on 24 GB, one of them at full length.

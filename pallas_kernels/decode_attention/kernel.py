@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.attention.pages import PAGE, KVPages
 from pallas_kernels.decode_attention import tiles
 from pallas_kernels.decode_attention.merge import NEVER, merge
 from pallas_kernels.kv_codecs import check_format, uses_rotation
+from pallas_kernels.kv_pages import PAGE, KVPages
 
 MOST_COLUMNS = 40  # rows x query heads of a KV head that fit in a thread's registers
 _WIDEST = 32
@@ -41,13 +41,14 @@ class Config:
     stages: int = 3
 
 
-def default_config(slots: int, columns: int) -> Config:
+def default_config(slots: int, columns: int, format: str) -> Config:
     """Two blocks for each of 128 SMs when there is one slot, one for each when it is the only busy one of several.
 
     More splits would cost memory traffic: each writes its sums and `merge` reads them. Above 24 columns a second page in
     shared memory would leave an SM one block.
     """
-    return Config(splits=64 if slots == 1 else 32, stages=3 if columns <= 24 else 2)
+    stages = 1 if format == "f32" else 3 if columns <= 24 else 2
+    return Config(splits=64 if slots == 1 else 32, stages=stages)
 
 
 def column_widths(columns: int) -> list[int]:
@@ -57,6 +58,17 @@ def column_widths(columns: int) -> list[int]:
         widths.append(min(_WIDEST, 1 << (left.bit_length() - 1)))
         left -= widths[-1]
     return widths
+
+
+def unfit(q_shape: tuple[int, ...], kv_heads: int, format: str) -> str:
+    """Why the kernel cannot take q of this shape, or nothing."""
+    _, rows, heads, head_dim = q_shape
+    check_format(format, head_dim)
+    if head_dim != tiles.HEAD_DIM:
+        return f"q {q_shape}: head_dim {head_dim} must be {tiles.HEAD_DIM} for this kernel"
+    if heads % kv_heads or rows * heads // kv_heads > MOST_COLUMNS:
+        return f"q {q_shape}: rows x query heads must be a multiple of {kv_heads} KV heads and at most {MOST_COLUMNS} for each"
+    return ""
 
 
 @functools.partial(jax.jit, static_argnames=("format", "config", "interpret"))
@@ -75,15 +87,10 @@ def decode_attention(
     """As the package's `decode_attention`; head_dim 256 and at most 40 rows x query heads per KV head (ValueError)."""
     slots, rows, heads, head_dim = q.shape
     kv_heads = pool.k.codes.shape[1]
-    check_format(format, head_dim)
-    if head_dim != tiles.HEAD_DIM:
-        raise ValueError(f"q: head_dim {head_dim} must be {tiles.HEAD_DIM} for this kernel")
-    if heads % kv_heads or rows * heads // kv_heads > MOST_COLUMNS:
-        raise ValueError(
-            f"q {q.shape}: rows x query heads must be a multiple of {kv_heads} KV heads and at most {MOST_COLUMNS} for each"
-        )
+    if reason := unfit(q.shape, kv_heads, format):
+        raise ValueError(reason)
     columns = rows * heads // kv_heads
-    config = config or default_config(slots, columns)
+    config = config or default_config(slots, columns, format)
     lead = (slots, kv_heads, config.splits, columns)
     out = [
         jax.ShapeDtypeStruct((*lead, head_dim), jnp.float32),

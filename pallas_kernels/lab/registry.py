@@ -9,6 +9,7 @@ from typing import Any, Protocol
 MODULES = (
     "pallas_kernels.matmul.cases",
     "pallas_kernels.kv_append.cases",
+    "pallas_kernels.decode_attention.cases",
     "pallas_kernels.delta_decode.cases",
     "pallas_kernels.delta_fold.cases",
     "pallas_kernels.delta_prefill.cases",
