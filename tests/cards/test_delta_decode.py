@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import ptx_machine
 import pytest
 
 from pallas_kernels import inspect, targets
@@ -102,6 +103,17 @@ def check(case, arguments):
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda c: c.name)
 def test_kernel_against_float64(case):
     check(case, draw(case))
+
+
+def test_compiled_kernel_against_float64():
+    """The code for the 4090, executed here."""
+    case = cases.Case("", slots=2, rows=4, key_heads=2, value_heads=4)
+    arguments = draw(case)
+    out, records = ptx_machine.call(case, arguments, grid=(4, 2))
+    want, want_records = oracle(case, arguments)
+    assert relative(out, want) <= 4e-3
+    for got, right in zip(records, want_records):
+        assert relative(got, right) <= 1e-5
 
 
 def test_gates_at_their_ends_and_inputs_of_zero():

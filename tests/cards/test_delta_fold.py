@@ -6,9 +6,10 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ptx_machine
 import pytest
 
-from pallas_kernels import deviceless, inspect, targets
+from pallas_kernels import inspect, targets
 from pallas_kernels.delta_decode import cases as decode_cases
 from pallas_kernels.delta_decode import kernel as decode_kernel
 from pallas_kernels.delta_fold import cases, kernel
@@ -117,31 +118,52 @@ def test_bad_input_is_named():
 DECIDING = re.compile(r"(?:@\S+\s+)?((?:fma|mul|add|sub)\.\S*f32|shfl\S+|bar\.sync|[ls][dt]\.shared\S*)\s+(.*);")
 
 
-def steps(case, folder):
-    """Instructions of a case's PTX that decide a result, and where each state read-out's chain of 15 multiply-adds starts."""
-    deviceless.compile_for(case.call, case.arguments(), donate=getattr(case, "donate", ()), dump_to=folder)
-    (text,) = (p.read_text() for p in folder.glob("*.ptx") if ".entry" in p.read_text())
+def steps(case):
+    """Instructions of a case's PTX that decide a result, and where each read-out's chains of 15 multiply-adds start."""
     found = []
-    for op, operands in DECIDING.findall(text):
+    for op, operands in DECIDING.findall(ptx_machine.ptx_of(case)):
         distance = operands.split(",")[2] if op.startswith("shfl") else ""
         found.append(op + distance)
     chain = ["mul.rn.f32"] * 4 + ["fma.rn.f32"] * 60
     return found, [i for i in range(len(found)) if found[i : i + 64] == chain]
 
 
-def test_compiled_steps_are_the_same_instructions_in_both_kernels(tmp_path):
+def test_compiled_steps_are_the_same_instructions_in_both_kernels():
     """From S^T k to the advanced state: the replay's loop body is in the decode kernel once a row, in the same order."""
-    (tmp_path / "fold").mkdir()
-    (tmp_path / "decode").mkdir()
-    folded, (start,) = steps(cases.CASES[0], tmp_path / "fold")
+    folded, (start,) = steps(cases.CASES[0])
     step = folded[start:]
-    decoded, starts = steps(decode_cases.CASES[1], tmp_path / "decode")
+    decoded, starts = steps(decode_cases.CASES[1])
     # A row reads S twice, for k and, advanced, for q.
     assert len(starts) == 8
     for row in range(4):
         assert decoded[starts[2 * row] :][: len(step)] == step
     # Nothing in a step is left to the assembler: a product without its rounding spelled out might be fused or not.
     assert all(re.search(r"\.r[nmz]\.", op) for op in decoded + folded if op.startswith(("fma", "mul", "add", "sub")))
+
+
+def test_compiled_kernels_run_row_by_row_and_together():
+    """The code for the 4090, executed here: `test_rows_one_by_one..` for it, at the real head size."""
+    heads = dict(slots=2, key_heads=1, value_heads=3)
+    case = decode_cases.Case("", rows=4, **heads)
+    one, fold, fold_one = decode_cases.Case("", rows=1, **heads), cases.Case("", rows=4, **heads), cases.Case("", rows=1, **heads)
+    arguments = [np.asarray(a) for a in case.sample(jax.random.key(6))]
+    projected, ab, conv, state, *weights = arguments
+    out, records = ptx_machine.call(case, arguments, grid=(3, 2))
+    states = [(state, conv)]
+    for row in range(4):
+        token = [x.reshape(2, 4, -1)[:, row] for x in (projected, ab)]
+        alone = ptx_machine.call(one, [*token, conv, state, *weights], grid=(3, 2))
+        assert_same_bits(alone, (out.reshape(2, 4, -1)[:, row], jax.tree.map(lambda x: x[:, row : row + 1], records)))
+        state, conv = ptx_machine.call(fold_one, [state, conv, alone[1], token[0], np.ones(2, np.int32)], grid=(3, 2))
+        states.append((state, conv))
+    for accepted in ([4, 3], [2, 0], [0, 1]):
+        folding = [*states[0], records, projected, np.array(accepted, np.int32)]
+        got = ptx_machine.call(fold, folding, grid=(3, 2))
+        want = oracle(folding)
+        assert relative(got[0], want[0]) <= 1e-5
+        np.testing.assert_array_equal(got[1].astype(np.float64), want[1])
+        for slot, count in enumerate(accepted):
+            assert_same_bits(jax.tree.map(lambda x: x[slot], got), jax.tree.map(lambda x: x[slot], states[count]))
 
 
 @functools.cache
