@@ -26,7 +26,7 @@ from pallas_kernels.prefill_attention.pages import SEGMENT
 
 _NEVER = -1e30  # a score below every real one; finite, so that a masked score gives no NaN
 _LOG2E = 1.4426950408889634
-TWO = False
+TWO = True
 PART = 32  # dims of the epilogue at a time: its matrix has to fit beside the sums
 
 
@@ -71,6 +71,7 @@ def prefill_attention(
     out = jax.ShapeDtypeStruct((tokens, query_heads * head_dim), projected.dtype)
     operands = [_pack_queries(q, count, shape), projected, table, jnp.reshape(start, (1,)), jnp.reshape(count, (1,))]
     operands += [a for part in pool for a in (part.codes, part.scales) if a is not None]
+    operands += [jnp.asarray(pages.inverse_rotation(), jnp.bfloat16)]
     return launch.launch(
         functools.partial(_kernel, shape=shape),
         name=f"prefill_attention_{format.replace('-', '_')}",
@@ -129,7 +130,7 @@ def _pack_queries(q: jax.Array, count: jax.Array, shape: Shape) -> jax.Array:
 
 
 def _kernel(q_ref: Any, projected_ref: Any, table_ref: Any, start_ref: Any, count_ref: Any, *refs: Any, shape: Shape) -> None:
-    *pool, o_ref = refs
+    *pool, turn_ref, o_ref = refs
     scaled = [shape.kind(part) != "float" for part in "kv"]
     k_refs = (pool.pop(0), pool.pop(0) if scaled[0] else None)
     v_refs = (pool.pop(0), pool.pop(0) if scaled[1] else None)
@@ -157,7 +158,7 @@ def _kernel(q_ref: Any, projected_ref: Any, table_ref: Any, start_ref: Any, coun
     else:
         unmasked = 0
     _, total, sums, nothing = jax.lax.fori_loop(unmasked, seen, functools.partial(walk, masked=True), carry)
-    inverse = 1 / jnp.where(total > 0, total, 1.0)
+    inverse = _inverse(jnp.where(total > 0, total, 1.0), shape.interpret)
     block = _Block(shape, first_row + nothing, head, count)
     rotated = layout_of(shape.format, "v").rotated
     for g, values in zip(shape.segments, sums):
@@ -166,7 +167,7 @@ def _kernel(q_ref: Any, projected_ref: Any, table_ref: Any, start_ref: Any, coun
             block.store(projected_ref, o_ref, g * SEGMENT, values)
             continue
         for at in range(0, SEGMENT, PART):
-            block.store(projected_ref, o_ref, g * SEGMENT + at, _rotate_back(values, at))
+            block.store(projected_ref, o_ref, g * SEGMENT + at, _rotate_back(values, turn_ref, at))
 
 
 class _Block:
@@ -184,7 +185,7 @@ class _Block:
         column = at + jax.lax.broadcasted_iota(jnp.int32, size, 1)
         token, head, valid = (jnp.broadcast_to(a[:, None], size) for a in (self.token, self.head, self.valid))
         gate = launch.load(projected_ref, (token, (2 * head + 1) * dim + column), valid).astype(jnp.float32)
-        gate = (1 / (1 + jnp.exp(-gate))).astype(dtype).astype(jnp.float32)
+        gate = _sigmoid(gate, self.shape.interpret).astype(dtype).astype(jnp.float32)
         values = jnp.where(valid, values.astype(dtype).astype(jnp.float32) * gate, 0.0)
         launch.store(o_ref, (token, head * dim + column), values, token < self.shape.tokens)
 
@@ -245,17 +246,26 @@ def _exp2(x: jax.Array, interpret: bool) -> jax.Array:
     return launch.packed("ex2.approx.ftz.f32 $0, $1;", jnp.exp2, x, dtype=jnp.float32, interpret=interpret, pack=1)
 
 
-def _rotate_back(values: jax.Array, at: int) -> jax.Array:
-    """H64 times float32 `[rows, 64]`: dims `at : at + PART` in the natural order of values in the stored one, to 16 bits."""
-    stored = pages.natural_dim(jax.lax.broadcasted_iota(jnp.int32, (SEGMENT, PART), 0))
-    common = stored & (at + jax.lax.broadcasted_iota(jnp.int32, (SEGMENT, PART), 1))
-    for shift in (4, 2, 1):
-        common ^= common >> shift
-    # Sylvester's matrix: the sign is the parity of the bits that row and column share; 1/8 makes it orthonormal.
-    hadamard = (0.125 - 0.25 * (common & 1).astype(jnp.float32)).astype(jnp.bfloat16)
+def _inverse(x: jax.Array, interpret: bool) -> jax.Array:
+    """1 / x to a last bit or so; a division would be a call, and take the registers of one."""
+    return launch.packed("rcp.approx.ftz.f32 $0, $1;", lambda x: 1 / x, x, dtype=jnp.float32, interpret=interpret, pack=1)
+
+
+def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
+    """1 / (1 + 2^(-x log2(e))), as `_inverse`."""
+    asm = (
+        "{ .reg .b32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
+        "rcp.approx.ftz.f32 $0, t; }"
+    )
+    return launch.packed(asm, jax.nn.sigmoid, x, dtype=jnp.float32, interpret=interpret, pack=1)
+
+
+def _rotate_back(values: jax.Array, turn_ref: Any, at: int) -> jax.Array:
+    """Dims `at : at + PART` of float32 `[rows, 64]` turned by `turn_ref`, to 16 significant bits."""
+    turn = launch.load(turn_ref, (pl.ds(0, SEGMENT), pl.ds(at, PART)))
     high = values.astype(jnp.bfloat16)
     low = (values - high.astype(jnp.float32)).astype(jnp.bfloat16)
-    return launch.dot(high, hadamard) + launch.dot(low, hadamard)
+    return launch.dot(high, turn) + launch.dot(low, turn)
 
 
 def _div(a: Any, b: int) -> Any:

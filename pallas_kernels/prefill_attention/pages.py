@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
@@ -27,9 +28,15 @@ SCALES = SEGMENT // 32
 _AND_OR, _AND_XOR, _SELECT = 0xEA, 0x6A, 0xCA  # lop3 tables of (a & b) | c, (a & b) ^ c, a ? b : c
 
 
-def natural_dim(stored: jax.Array) -> jax.Array:
-    """The dim within a segment that four-bit unpacking leaves at position `stored`."""
-    return (stored >> 4) * 16 + (stored & 1) * 8 + ((stored >> 1) & 7)
+def inverse_rotation() -> np.ndarray:
+    """float32 `[64, 64]`: H64 of a row of 64 dims in the order of four-bit unpacking, which leaves them in the natural one.
+
+    Sylvester's matrix over 8: the sign is the parity of the bits that row and column share.
+    """
+    stored, dim = np.arange(SEGMENT)[:, None], np.arange(SEGMENT)[None]
+    common = ((stored >> 4) * 16 + (stored & 1) * 8 + ((stored >> 1) & 7)) & dim
+    parity = sum(common >> bit for bit in range(6)) & 1
+    return (0.125 - 0.25 * parity).astype(np.float32)
 
 
 def to_stored_order(x: jax.Array) -> jax.Array:
