@@ -131,6 +131,6 @@ CASES = (
 # Twins a CPU interprets in seconds: a count that ends inside a block, one that fills every block, a single token.
 SMALL = (
     Case("1024x1of1.small", tokens=192, count=150, key_heads=2, value_heads=6),
-    Case("2048x1of1.small", tokens=128, count=128, key_heads=1, value_heads=3, dim=64),
-    Case("1024x1of4.small", tokens=64, count=1, slots=3, key_heads=2, value_heads=2),
+    Case("2048x1of1.small", tokens=128, count=128, key_heads=2, value_heads=2),
+    Case("1024x1of4.small", tokens=128, count=1, slots=3, key_heads=1, value_heads=3, dim=64),
 )

@@ -68,4 +68,4 @@ def delta_prefill(
     )
     out = norm_kernel.gated_norm(out, projected, norm, counts, eps=eps, config=config.norm, interpret=interpret)
     # Not in the first launch: its blocks still read the old window while others are done.
-    return out, jax.lax.dynamic_update_index_in_dim(conv, inputs.window, slot, 0), recurrent
+    return out, conv.at[slot].set(inputs.window), recurrent

@@ -28,7 +28,7 @@ class Config:
     columns: int = 64
     keys: int = 32
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
 
 
 def advance(
