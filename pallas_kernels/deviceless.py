@@ -21,7 +21,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels import targets
+from pallas_kernels import targets, tuned
 
 # Newer JAX asks Pallas for a device kind it knows: a card of the same compute capability stands in for the others.
 _KNOWN_KIND = {
@@ -105,7 +105,7 @@ def lower_for(
     sharding = NamedSharding(_mesh(target), PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tuple(args))
     mesh = _abstract_mesh(target)
-    with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+    with tuned.card(target), jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
         return jax.jit(fn, donate_argnums=tuple(donate)).lower(*args)
 
 
@@ -124,9 +124,14 @@ def compile_for(
     dump_to: folder for XLA's dumps (launches, PTX, buffers); `inspect.report` reads them.
     ValueError for an unknown target, RuntimeError where the compiler's wheels are missing.
     """
+    return compile_lowered(lower_for(fn, args, target, donate=donate), dump_to=dump_to)
+
+
+def compile_lowered(lowered: jax.stages.Lowered, dump_to: str | Path | None = None) -> jax.stages.Compiled:
+    """What `lower_for` lowered, compiled; `dump_to` as in `compile_for`."""
     options = {"xla_gpu_autotune_level": 0}  # candidates cannot be timed without a device
     if dump_to is not None:
         options["xla_dump_to"] = str(dump_to)
         if jax.__version_info__ >= (0, 11):  # older versions dump the PTX unasked
             options["xla_dump_emitter_re"] = "ptx"
-    return lower_for(fn, args, target, donate=donate).compile(compiler_options=options)
+    return lowered.compile(compiler_options=options)

@@ -8,17 +8,21 @@ from pathlib import Path
 
 from weights.checkpoint import Checkpoint, canonical_name
 from weights.fill import TensorSpec, iter_parameters, load_parameters
+from weights.quantised import Stored, join, quantise_tensors
 from weights.safetensors_file import CheckpointError, TensorInfo
 from weights.save import save_checkpoint
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "Stored",
     "TensorInfo",
     "TensorSpec",
     "canonical_name",
     "iter_parameters",
+    "join",
     "load_parameters",
+    "quantise_tensors",
     "save_checkpoint",
     "tiny_path",
 ]

@@ -6,12 +6,13 @@ is reproducible, does not depend on the other slots, and comes out the same with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ninfer_jax.decoding.params import MAX_STOP_IDS, MAX_TOP_LOGPROBS
+from ninfer_jax.decoding.params import MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
 
 # Rows whose top_k is at most this sample from that many candidates; only the others pay for sorting the vocabulary.
 CANDIDATES = 64
@@ -21,8 +22,9 @@ class SamplingState(NamedTuple):
     """Settings and history, one row a slot (S slots, V vocabulary rows).
 
     temperature, top_p, min_p, presence, frequency, repetition float32 `[S]`; top_k int32 `[S]` (0: off); key uint32
-    `[S, 2]` (the seed); emitted int32 `[S]`: tokens drawn so far; top_logprobs bool `[S]`; stop_ids int32
-    `[S, 16]`, -1 where unused; bias float32, counts int32 (generated tokens) and in_prompt bool `[S, V]`.
+    `[S, 2]` (the seed); emitted int32 `[S]`: tokens drawn so far; top_logprobs bool `[S]`; all_logits bool `[S]`: what is
+    asked needs more than the most likely candidates; stop_ids int32 `[S, 16]`, -1 where unused; bias float32, counts int32
+    (generated tokens) and in_prompt bool `[S, V]`.
     """
 
     temperature: jax.Array
@@ -35,6 +37,7 @@ class SamplingState(NamedTuple):
     key: jax.Array
     emitted: jax.Array
     top_logprobs: jax.Array
+    all_logits: jax.Array
     stop_ids: jax.Array
     bias: jax.Array
     counts: jax.Array
@@ -57,7 +60,7 @@ def sampling_struct(slots: int, vocab: int) -> SamplingState:
     return SamplingState(
         temperature=number, top_k=integer, top_p=number, min_p=number, presence=number, frequency=number,
         repetition=number, key=jax.ShapeDtypeStruct((slots, 2), jnp.uint32), emitted=integer,
-        top_logprobs=jax.ShapeDtypeStruct((slots,), jnp.bool_),
+        top_logprobs=jax.ShapeDtypeStruct((slots,), jnp.bool_), all_logits=jax.ShapeDtypeStruct((slots,), jnp.bool_),
         stop_ids=jax.ShapeDtypeStruct((slots, MAX_STOP_IDS), jnp.int32),
         bias=jax.ShapeDtypeStruct((slots, vocab), jnp.float32), counts=jax.ShapeDtypeStruct((slots, vocab), jnp.int32),
         in_prompt=jax.ShapeDtypeStruct((slots, vocab), jnp.bool_),
@@ -89,9 +92,41 @@ def choose(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: in
         values, ids = jax.lax.top_k(logits, top)
         return ids.astype(jnp.int32), values - log_total[..., None]
 
-    nothing = (jnp.zeros((slots, rows, top), jnp.int32), jnp.zeros((slots, rows, top), jnp.float32))
-    top_tokens, top_logprobs = jax.lax.cond(jnp.any(state.top_logprobs), best, lambda: nothing)
+    top_tokens, top_logprobs = jax.lax.cond(jnp.any(state.top_logprobs), best, lambda: _no_logprobs(slots, rows, top)[1:])
     return Choice(token, logprob, top_tokens, top_logprobs)
+
+
+def needs_all_logits(params: SamplingParams) -> bool:
+    """Whether draws with these settings depend on more than the 64 most likely tokens of the unmodified logits."""
+    adjusted = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.logit_bias
+    wide = params.temperature > 0 and not 0 < params.top_k <= CANDIDATES
+    return bool(adjusted or wide or params.logprobs is not None)
+
+
+def choose_among(candidates: Callable[[int], tuple[jax.Array, jax.Array]], state: SamplingState, rows: int) -> Choice:
+    """`choose` where no slot has `all_logits`, from candidates alone: the same tokens, no log-probabilities (zeros).
+
+    candidates(k) gives the k largest logits of every row float32 `[S * rows, k]`, falling, and their int32 ids.
+    """
+    slots = state.temperature.shape[0]
+
+    def greedy() -> jax.Array:
+        return candidates(1)[1].reshape(slots, rows)
+
+    def drawn() -> jax.Array:
+        values, ids = (x.reshape(slots, rows, CANDIDATES) for x in candidates(CANDIDATES))
+        index = state.emitted[:, None] + jnp.arange(rows)
+        scaled = _scaled(values, state)
+        token = _draw_sorted(scaled, ids, state, _uniforms(state, index))
+        return jnp.where((state.temperature > 0)[:, None], token, ids[..., 0])
+
+    token = jax.lax.cond(jnp.any(state.temperature > 0), drawn, greedy)
+    return Choice(token, *_no_logprobs(slots, rows, MAX_TOP_LOGPROBS))
+
+
+def _no_logprobs(slots: int, rows: int, top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    lead = (slots, rows)
+    return jnp.zeros(lead, jnp.float32), jnp.zeros((*lead, top), jnp.int32), jnp.zeros((*lead, top), jnp.float32)
 
 
 def most_likely(logits: jax.Array) -> jax.Array:
@@ -125,10 +160,8 @@ def _adjust(logits: jax.Array, state: SamplingState, drafts: jax.Array) -> jax.A
 
 def _draw(adjusted: jax.Array, state: SamplingState, index: jax.Array) -> jax.Array:
     vocab = adjusted.shape[-1]
-    # From the largest logit down, so that a tiny temperature gives -inf and never inf - inf.
-    below = adjusted - jnp.max(adjusted, axis=-1, keepdims=True)
-    scaled = below / jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
-    uniform = jax.vmap(lambda key, n: jax.vmap(lambda i: _uniform(key, i))(n))(state.key, index)
+    scaled = _scaled(adjusted, state)
+    uniform = _uniforms(state, index)
     values, ids = jax.lax.top_k(scaled, min(CANDIDATES, vocab))
     few = _draw_sorted(values, ids, state, uniform)
     narrow = (state.top_k > 0) & (state.top_k <= values.shape[-1])
@@ -154,6 +187,17 @@ def _draw_sorted(values: jax.Array, ids: jax.Array, state: SamplingState, unifor
     chosen = jnp.sum(reach <= uniform[..., None] * reach[..., -1:], axis=-1)
     chosen = jnp.minimum(chosen, jnp.sum(keep & (p > 0), axis=-1) - 1)
     return jnp.take_along_axis(ids, chosen[..., None], axis=-1)[..., 0].astype(jnp.int32)
+
+
+def _scaled(logits: jax.Array, state: SamplingState) -> jax.Array:
+    # From the largest logit down, so that a tiny temperature gives -inf and never inf - inf.
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    return below / jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
+
+
+def _uniforms(state: SamplingState, index: jax.Array) -> jax.Array:
+    """One number in [0, 1) for each token index `[S, rows]`."""
+    return jax.vmap(lambda key, n: jax.vmap(lambda i: _uniform(key, i))(n))(state.key, index)
 
 
 def _uniform(key: jax.Array, index: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from ninfer_jax.config import Recipe, WeightFormat
 from pallas_kernels import embedding
 from pallas_kernels.matmul import DECODE_ROWS, QuantisedWeight, linear, quantised, quantised_linear
 from pallas_kernels.norms import rms_norm
+from weights import Stored
 
 
 class Weight(nnx.Param):
@@ -23,13 +24,15 @@ class Weight(nnx.Param):
 
 
 def describe(
-    shape: tuple[int, ...], dtype: jnp.dtype, role: str, parts: tuple[tuple[str, int], ...] | None = None
-) -> Weight:
+    shape: tuple[int, ...], dtype: jnp.dtype, role: str, parts: tuple[tuple[str, int], ...] | None = None,
+    stored: Stored | None = None, columns: int = 0,
+) -> Weight:  # fmt: skip
     """A parameter without data: a `jax.ShapeDtypeStruct`, to be replaced by an array when a checkpoint is read.
 
-    parts: the modules whose tensors lie in it one after another, and their rows.
+    parts: the modules whose tensors lie in it one after another, and their rows. stored: how it is quantised, where it is
+    one of the arrays of a quantised parameter; columns: of the tensors then.
     """
-    return Weight(jax.ShapeDtypeStruct(shape, dtype), role=role, parts=parts)
+    return Weight(jax.ShapeDtypeStruct(shape, dtype), role=role, parts=parts, stored=stored, columns=columns)
 
 
 class Embedding(nnx.Module):
@@ -41,8 +44,10 @@ class Embedding(nnx.Module):
             self.weight = describe((vocab, hidden), dtype, "embed")
         else:
             rows = embedding.structure(vocab, hidden, bits=self.format.bits, group=self.format.group)
-            self.codes = Weight(rows.codes, role="embed", parts=None)
-            self.scales = Weight(rows.scales, role="embed", parts=None)
+            stored = Stored("rows", self.format.bits, self.format.group)
+            for field in stored.fields:
+                array = getattr(rows, field)
+                setattr(self, field, describe(array.shape, array.dtype, "embed", (("", vocab),), stored, hidden))
 
     def __call__(self, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """int32 `[tokens]` -> `[tokens, hidden]` in `dtype`."""
@@ -96,9 +101,10 @@ class QuantisedLinear(nnx.Module):
         parts = None if isinstance(outputs, int) else tuple(outputs.items())
         n_out = outputs if parts is None else sum(columns for _, columns in parts)
         self.format, self.shape = format, (n_in, n_out)
-        described = quantised.structure(n_in, n_out, format.bits, format.group)
-        self.words = Weight(described.words, role=role, parts=parts)
-        self.scales = Weight(described.scales, role=role, parts=parts)
+        described, stored = quantised.structure(n_in, n_out, format.bits, format.group), Stored("matrix", format.bits, format.group)
+        for field in stored.fields:
+            array = getattr(described, field)
+            setattr(self, field, describe(array.shape, array.dtype, role, parts or (("", n_out),), stored, n_in))
 
     @property
     def quantised(self) -> QuantisedWeight:

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from weights import TensorSpec
+from weights import Stored, TensorSpec
 
 Path = tuple[str | int, ...]
 
 
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter: the arrays that the model has for it, and the checkpoint tensors that it is made of.
+
+    name: "layers.3.self_attn.qkv_proj". arrays: field -> shape and dtype: `weight` (or the parameter's own name) where it
+    is kept as it is, else the fields of `stored`. tensors: laid one after another along their first axis.
+    """
+
+    name: str
+    role: str
+    arrays: dict[str, jax.ShapeDtypeStruct]
+    tensors: tuple[TensorSpec, ...]
+    stored: Stored | None
+
+
+def parameters_of(model: nnx.Module) -> list[ParameterSpec]:
+    """Every parameter of a described model, in module order."""
+    found: dict[str, ParameterSpec] = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        about = leaf.get_metadata()
+        name, array = _join(path[:-1]), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if about["stored"] is None:
+            spec = ParameterSpec(name, about["role"], {path[-1]: array}, _tensors(path, leaf), None)
+            found[_join(path)] = spec
+        elif name in found:
+            found[name].arrays[path[-1]] = array
+        else:
+            found[name] = ParameterSpec(name, about["role"], {path[-1]: array}, _tensors(path, leaf), about["stored"])
+    return list(found.values())
+
+
 def parameter_specs(model: nnx.Module) -> list[TensorSpec]:
     """Name, shape, dtype and role of every checkpoint tensor that the model wants, in module order."""
-    return [
-        TensorSpec(name, (rows, *leaf.shape[1:]), str(leaf.dtype), leaf.get_metadata()["role"])
-        for path, leaf in nnx.to_flat_state(nnx.state(model))
-        for name, rows in _tensors(path, leaf)
-    ]
+    return [tensor for parameter in parameters_of(model) for tensor in parameter.tensors]
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State]:
@@ -28,16 +56,26 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 def fill(parameters: nnx.State, arrays: MutableMapping[str, jax.Array]) -> nnx.State:
-    """`parameters` with every description replaced by the arrays of its name or names, which are taken out of `arrays`:
-    tensors that share a parameter are there twice only one parameter at a time.
+    """`parameters` with every description replaced by the tensors of its name or names, which are taken out of `arrays`:
+    tensors that share a parameter are there twice only one parameter at a time. For models without quantised parameters.
 
     Raises ValueError, naming the tensor, when one is absent or differs in shape or dtype: nothing is ever made up.
     """
     filled = []
     for path, leaf in nnx.to_flat_state(parameters):
-        parts = [_take(arrays, name, (rows, *leaf.shape[1:]), leaf.dtype) for name, rows in _tensors(path, leaf)]
+        parts = [_take(arrays, t.name, t.shape, leaf.dtype) for t in _tensors(path, leaf)]
         filled.append((path, leaf.replace(parts[0] if len(parts) == 1 else jnp.concatenate(parts))))
     return nnx.from_flat_state(filled)
+
+
+def fill_arrays(parameters: nnx.State, arrays: MutableMapping[str, jax.Array]) -> nnx.State:
+    """The same from the model's own arrays, by path ("layers.3.mlp.down_proj.words"), as an artifact holds them."""
+    return nnx.from_flat_state(
+        [
+            (path, leaf.replace(_take(arrays, _join(path), leaf.shape, leaf.dtype)))
+            for path, leaf in nnx.to_flat_state(parameters)
+        ]
+    )
 
 
 def checkpoint_tensors(parameters: nnx.State) -> dict[str, jax.Array]:
@@ -45,9 +83,9 @@ def checkpoint_tensors(parameters: nnx.State) -> dict[str, jax.Array]:
     tensors = {}
     for path, leaf in nnx.to_flat_state(parameters):
         start = 0
-        for name, rows in _tensors(path, leaf):
-            tensors[name] = leaf[start : start + rows]
-            start += rows
+        for tensor in _tensors(path, leaf):
+            tensors[tensor.name] = leaf[start : start + tensor.shape[0]]
+            start += tensor.shape[0]
     return tensors
 
 
@@ -60,7 +98,18 @@ def _take(arrays: MutableMapping[str, jax.Array], name: str, shape: tuple[int, .
     return array
 
 
-def _tensors(path: Path, leaf: nnx.Param) -> Iterator[tuple[str, int]]:
-    """Names and rows of the checkpoint tensors that lie in a parameter."""
-    for module, rows in leaf.get_metadata()["parts"] or ((path[-2], leaf.shape[0]),):
-        yield ".".join(map(str, (*path[:-2], module, path[-1]))), rows
+def _tensors(path: Path, leaf: nnx.Param) -> tuple[TensorSpec, ...]:
+    """The checkpoint tensors that lie in a parameter. Quantised ones are read as bfloat16, which checkpoints have."""
+    about = leaf.get_metadata()
+    stored, role = about["stored"], about["role"]
+    field, dtype = (path[-1], str(leaf.dtype)) if stored is None else ("weight", "bfloat16")
+    trailing = leaf.shape[1:] if stored is None else (about["columns"],)
+    parts = about["parts"] or (("", leaf.shape[0]),)
+    return tuple(
+        TensorSpec(_join((*path[:-2], module or path[-2], field) if len(path) > 1 else path), (rows, *trailing), dtype, role)
+        for module, rows in parts
+    )
+
+
+def _join(path: Path) -> str:
+    return ".".join(map(str, path))

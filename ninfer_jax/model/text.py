@@ -9,9 +9,9 @@ from flax import nnx
 from ninfer_jax.config import FULL, ModelConfig, Recipe
 from ninfer_jax.model.attention import Attend, Attention
 from ninfer_jax.model.gdn import GatedDeltaNet, Recur
-from ninfer_jax.model.layers import MLP, Embedding, RMSNorm, projection
+from ninfer_jax.model.layers import MLP, Embedding, QuantisedLinear, RMSNorm, projection
 from ninfer_jax.model.rope import rotary
-from pallas_kernels.matmul import linear
+from pallas_kernels.matmul import HEAD_ROWS, head_candidates, linear
 
 
 class DecoderLayer(nnx.Module):
@@ -108,3 +108,11 @@ class TextModel(nnx.Module):
         if self.config.tied_embeddings:
             return linear(hidden, self.embed_tokens.weight[...], out_dtype=jnp.float32)
         return self.lm_head(hidden, out_dtype=jnp.float32)
+
+    def candidates(self, hidden: jax.Array, k: int, valid: int) -> tuple[jax.Array, jax.Array]:
+        """The k largest of the first `valid` logits `[tokens, k]`, falling, and their ids; for `has_candidates` only."""
+        return head_candidates(hidden, self.lm_head.quantised, k=k, valid=valid)
+
+    def has_candidates(self, rows: int) -> bool:
+        """Whether the head can give the best of `rows` rows without writing all their logits."""
+        return isinstance(getattr(self, "lm_head", None), QuantisedLinear) and rows <= HEAD_ROWS

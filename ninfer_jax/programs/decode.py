@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ninfer_jax.decoding import Choice, choose, judge
+from ninfer_jax.decoding import Choice, SamplingState, choose, choose_among, judge
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs.draft import propose
 from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
@@ -42,12 +42,13 @@ def decode_round(
     rows = jnp.concatenate([slots.token[:, None], slots.drafts], axis=1)
     if rows_together:
         verified = verify_rows_together(model, state, rows, kv)
-        logits, hidden, pools = verified.logits, verified.hidden, verified.kv
+        hidden, pools = verified.hidden, verified.kv
+        choice = choose_rows(model, hidden, state.sampling, slots.drafts, valid_ids)
     else:
         done, pools, recurrent = verify_rows_one_by_one(model, state, rows, kv)
-        logits, hidden = done.logits, done.hidden[:, : rows.shape[1]]
+        hidden = done.hidden[:, : rows.shape[1]]
         state = state._replace(recurrent=recurrent)
-    choice = choose(logits, state.sampling, slots.drafts, valid_ids)
+        choice = choose(done.logits, state.sampling, slots.drafts, valid_ids)
     verdict = judge(choice.token, slots.drafts, state.sampling.stop_ids, slots.left, slots.active)
     state = state._replace(kv=pools)
     if rows_together:
@@ -66,8 +67,7 @@ def begin(model: TextModel, state: State, slot: jax.Array, kv: str, valid_ids: i
     slots = state.slots
     count = slots.length.shape[0]
     mine = jnp.arange(count) == slot
-    logits = model.logits(slots.hidden)[:, None]
-    choice = choose(logits, state.sampling, jnp.zeros((count, 0), jnp.int32), valid_ids)
+    choice = choose_rows(model, slots.hidden[:, None], state.sampling, jnp.zeros((count, 0), jnp.int32), valid_ids)
     verdict = judge(choice.token, jnp.zeros((count, 0), jnp.int32), state.sampling.stop_ids, slots.left, mine)
     # The prompt's last token is consumed already: one token comes out, none is folded in.
     started = slots._replace(active=slots.active | mine, length=slots.length - verdict.emitted)
@@ -75,6 +75,22 @@ def begin(model: TextModel, state: State, slot: jax.Array, kv: str, valid_ids: i
     if model.has_mtp:
         state = propose(model, state, choice.token, slots.hidden[:, None], slots.length - 1, verdict.emitted, kv, valid_ids)
     return state, _output(choice, verdict.emitted, verdict.accepted, verdict.finished)
+
+
+def choose_rows(model: TextModel, hidden: jax.Array, sampling: SamplingState, drafts: jax.Array, valid_ids: int) -> Choice:
+    """Draw a token for every row of final-normed hidden `[S, R, hidden]`. All logits are computed only when some slot's
+    settings need them, where the head can do with less."""
+    slots, rows, size = hidden.shape
+    flat = hidden.reshape(slots * rows, size)
+
+    def from_all() -> Choice:
+        return choose(model.logits(flat).reshape(slots, rows, -1), sampling, drafts, valid_ids)
+
+    if not model.has_candidates(slots * rows):
+        return from_all()
+    return jax.lax.cond(
+        jnp.any(sampling.all_logits), from_all, lambda: choose_among(lambda k: model.candidates(flat, k, valid_ids), sampling, rows)
+    )
 
 
 def _emit(state: State, choice: Choice, emitted: jax.Array, finished: jax.Array) -> State:

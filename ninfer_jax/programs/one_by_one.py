@@ -35,8 +35,8 @@ class Rows(NamedTuple):
     hidden: jax.Array
     records: tuple[Transitions, jax.Array] | None
 
-    def with_row(self, slot: jax.Array, row: jax.Array, done: Verified) -> Rows:
-        """These with the results of one row of one slot."""
+    def with_row(self, slot: jax.Array, row: jax.Array, done: Verified, logits: jax.Array) -> Rows:
+        """These with the results of one row of one slot; logits `[1, 1, vocab]`."""
 
         def write(to: jax.Array, x: jax.Array, *layer: int) -> jax.Array:
             start = (*layer, slot, row)
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
         for layer, replay in enumerate(done.replays):
             fresh = replay.transitions, raw_inputs(replay, records[1].shape[-1])
             records = jax.tree.map(lambda to, x, layer=layer: write(to, x, layer), records, fresh)
-        return Rows(write(self.logits, done.logits), write(self.hidden, done.hidden), records)
+        return Rows(write(self.logits, logits), write(self.hidden, done.hidden), records)
 
     def transitions(self, layer: int, slot: jax.Array, row: jax.Array) -> Transitions:
         """One row's records `[1, ...]` of one layer."""
@@ -84,14 +84,14 @@ def verify_rows_one_by_one(
             raw = [raw_inputs(replay, c.shape[-1]) for c, replay in zip(conv, done.replays, strict=True)]
             conv = tuple(jnp.concatenate([c, r], axis=1)[:, 1:] for c, r in zip(conv, raw, strict=True))
             after = (slots._replace(length=slots.length + 1), recurrent, conv)
-            return out.with_row(slot, row, done), done.kv, after
+            return out.with_row(slot, row, done, model.logits(done.hidden[0])[None]), done.kv, after
 
         # The bound is data, so the loop stays a loop at one row too: plain decoding runs this very body.
         width_here = jnp.where(here[0].active[0], width, 0)
         out, pools, (_, stepped, _) = jax.lax.fori_loop(0, width_here, one_row, (out, pools, here))
         return out, pools, put_back(recurrent, stepped, slot) if width == 1 else recurrent
 
-    start = (_room(shapes, state.conv, count, width), state.kv, state.recurrent)
+    start = (_room(shapes, state.conv, count, width, model.config.vocab_size), state.kv, state.recurrent)
     return one_slot(jnp.int32(0), start) if count == 1 else jax.lax.fori_loop(0, count, one_slot, start)
 
 
@@ -125,7 +125,7 @@ def raw_inputs(replay: Replay, channels: int) -> jax.Array:
     return replay.projected[:, None, :channels]
 
 
-def _room(shapes: Verified, conv: tuple[jax.Array, ...], count: int, width: int) -> Rows:
+def _room(shapes: Verified, conv: tuple[jax.Array, ...], count: int, width: int, vocab: int) -> Rows:
     """Zeros to be filled. Logits come from a product of their own: the size of their buffer decides no bit of them."""
     most = MAX_DRAFT + 1
     records = None
@@ -136,7 +136,7 @@ def _room(shapes: Verified, conv: tuple[jax.Array, ...], count: int, width: int)
             jnp.zeros((*lead, conv[0].shape[-1]), conv[0].dtype),
         )
     return Rows(
-        jnp.zeros((count, width, *shapes.logits.shape[2:]), shapes.logits.dtype),
+        jnp.zeros((count, width, vocab), jnp.float32),
         jnp.zeros((count, most, *shapes.hidden.shape[2:]), shapes.hidden.dtype),
         records,
     )

@@ -44,12 +44,19 @@ class Programs:
         self.platform = platform
         self._parameters = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
-        def build(parameters: Sequence[jax.Array]) -> TextModel:
-            return nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-
-        self._functions = _functions(build, shape.kv, valid_ids, platform != "cpu" if rows_together is None else rows_together)
+        self._graph, self._structure = graph, structure
+        self._roles = [leaf.get_metadata()["role"] for _, leaf in nnx.to_flat_state(described)]
+        self._functions = _functions(self.build, shape.kv, valid_ids, platform != "cpu" if rows_together is None else rows_together)
         self._functions["allocate"] = (partial(allocate_state, model.config, shape), ())
         self._compiled: dict[str, Compiled] = {}
+
+    def build(self, parameters: Sequence[jax.Array]) -> TextModel:
+        """The model over these parameters, inside a traced function or outside."""
+        return nnx.merge(self._graph, jax.tree.unflatten(self._structure, parameters))
+
+    def roles(self) -> list[str]:
+        """The role of each parameter, in their order."""
+        return self._roles
 
     def compile_all(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile what generation needs, telling `progress` how many programs of how many are done."""

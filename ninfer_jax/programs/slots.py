@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ninfer_jax.decoding import SamplingParams
+from ninfer_jax.decoding import SamplingParams, needs_all_logits
 from ninfer_jax.decoding.params import MAX_BIASES, MAX_STOP_IDS
 from ninfer_jax.state import State
 
@@ -28,6 +28,7 @@ class Admission(NamedTuple):
     repetition: jax.Array
     key: jax.Array
     top_logprobs: jax.Array
+    all_logits: jax.Array
     stop_ids: jax.Array
     bias_ids: jax.Array
     bias_values: jax.Array
@@ -45,7 +46,7 @@ def admission(slot: int, table: np.ndarray, left: int, params: SamplingParams, s
         np.int32(slot), table, np.int32(left), number(params.temperature), np.int32(max(params.top_k, 0)),
         number(params.top_p), number(params.min_p), number(params.presence_penalty), number(params.frequency_penalty),
         number(params.repetition_penalty), np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        np.bool_(bool(params.logprobs)), stops, ids, values,
+        np.bool_(bool(params.logprobs)), np.bool_(needs_all_logits(params)), stops, ids, values,
     )  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def admit(state: State, new: Admission) -> State:
             presence=put(sampling.presence, new.presence), frequency=put(sampling.frequency, new.frequency),
             repetition=put(sampling.repetition, new.repetition), key=put(sampling.key, new.key),
             emitted=put(sampling.emitted, 0), top_logprobs=put(sampling.top_logprobs, new.top_logprobs),
+            all_logits=put(sampling.all_logits, new.all_logits),
             stop_ids=put(sampling.stop_ids, new.stop_ids), bias=put(sampling.bias, bias),
             counts=put(sampling.counts, 0), in_prompt=put(sampling.in_prompt, False),
         ),
@@ -85,6 +87,7 @@ def release(state: State, slot: jax.Array) -> State:
         slots=slots._replace(table=slots.table.at[slot].set(0), active=slots.active.at[slot].set(False)),
         sampling=sampling._replace(
             temperature=sampling.temperature.at[slot].set(0.0), top_logprobs=sampling.top_logprobs.at[slot].set(False),
+            all_logits=sampling.all_logits.at[slot].set(False),
             presence=sampling.presence.at[slot].set(0.0), frequency=sampling.frequency.at[slot].set(0.0),
             repetition=sampling.repetition.at[slot].set(1.0), bias=sampling.bias.at[slot].set(0.0),
         ),

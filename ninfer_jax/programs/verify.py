@@ -35,10 +35,8 @@ class Replay(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """logits float32 `[S, R, vocab]`; final-normed hidden `[S, R, hidden]`; the pools with the rows' keys and values;
-    one `Replay` a GDN layer."""
+    """Final-normed hidden `[S, R, hidden]`; the pools with the rows' keys and values; one `Replay` a GDN layer."""
 
-    logits: jax.Array
     hidden: jax.Array
     kv: tuple[KVPages, ...]
     replays: tuple[Replay, ...]
@@ -78,9 +76,7 @@ def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: st
 
             h = layer.linear_attention(h, recur)
             linear_at += 1
-    hidden = model.norm(h)
-    logits = model.logits(hidden).reshape(count, width, -1)
-    return Verified(logits, hidden.reshape(count, width, -1), tuple(pools), tuple(replays))
+    return Verified(model.norm(h).reshape(count, width, -1), tuple(pools), tuple(replays))
 
 
 def fold_rows_together(state: State, replays: tuple[Replay, ...], emitted: jax.Array) -> State:

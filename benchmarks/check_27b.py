@@ -1,0 +1,166 @@
+"""The 27B's decode round compiled for a card on any machine: launches, copies, buffers and bytes, none of it run.
+
+    make check-27b                      # or: python benchmarks/check_27b.py [--target rtx4090] [--layers 64] [--json F]
+
+Compiles two programs with the real shapes (no weights needed): `verify`, all rows of a round through the 64 layers to the
+most likely tokens, and `decode_round`, the whole round with sampling, fold and drafts. Checks `verify` against what the
+engine promises and exits with 1 where it breaks a promise: at most 450 launches, no copy of weights, pages or states,
+everything donated reused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels import deviceless, targets  # before the first JAX computation
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from ninfer_jax.config import EngineConfig, preset, recipe  # noqa: E402
+from ninfer_jax.model import TextModel  # noqa: E402
+from ninfer_jax.programs import Programs  # noqa: E402
+from ninfer_jax.programs.card import Compilation, Source, compile_program  # noqa: E402
+from ninfer_jax.programs.verify import verify_rows_together  # noqa: E402
+from ninfer_jax.state import state_shape  # noqa: E402
+
+MODEL, RECIPE, KV, CONTEXT = "qwen3_8_27b", "q4", "rk4v4-e8", 262_144
+POOL = 360_448  # tokens that four slots share
+NAMED = 248_077  # ids that the tokenizer has; the matrix has rows beyond them
+MOST_LAUNCHES = 450
+_console = Console(width=None if sys.stdout.isatty() else 120)
+
+
+def verify_source(programs: Programs, kv: str) -> Source:
+    """Rows through the layers to their most likely tokens: the state goes in donated and comes out with the new pages."""
+    _, arguments, _ = programs.source("decode_round")
+
+    def verify(parameters: Any, state: Any) -> Any:
+        model = programs.build(parameters)
+        slots = state.slots
+        rows = jnp.concatenate([slots.token[:, None], slots.drafts], axis=1)
+        done = verify_rows_together(model, state, rows, kv)
+        _, ids = model.candidates(done.hidden.reshape(-1, done.hidden.shape[-1]), 1, NAMED)
+        return state._replace(kv=done.kv), ids, done.hidden, done.replays
+
+    return verify, arguments, (1,)
+
+
+def ideal_bytes(programs: Programs, arguments: tuple[Any, ...]) -> dict[str, int]:
+    """What a verify pass has to move: every weight but embedding and MTP head once, filled pages once (one slot at the whole
+    context), recurrent and convolution states once. Activations and records are not counted."""
+    parameters, state = arguments
+    roles = programs.roles()
+    weights = sum(nbytes(x) for x, role in zip(parameters, roles, strict=True) if role not in ("embed", "mtp"))
+    page = sum(nbytes(leaf) // leaf.shape[0] for pool in state.kv for leaf in jax.tree.leaves(pool))
+    return {
+        "weights": weights,
+        "pages": page * (CONTEXT // 64),
+        "states": sum(nbytes(x) for x in (*state.recurrent, *state.conv)),
+    }
+
+
+def nbytes(leaf: Any) -> int:
+    return leaf.size * leaf.dtype.itemsize
+
+
+def copied_bytes(compiled: jax.stages.Compiled, smallest: int) -> list[str]:
+    """Copies of at least `smallest` bytes in the compiled text."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        name, _, rest = line.strip().partition(" = ")
+        if " copy(" in rest or " copy-start(" in rest:
+            dtype, _, dims = rest.partition("]")[0].lstrip("(").partition("[")
+            width = {"bf16": 2, "f16": 2, "u8": 1, "s8": 1, "pred": 1, "s16": 2, "u16": 2}.get(dtype, 4)
+            size = width
+            for n in dims.split(","):
+                size *= int(n or 1)
+            if size >= smallest:
+                found.append(f"{name} {dtype}[{dims}]")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="rtx4090", help=f"one of {', '.join(targets.names())}")
+    parser.add_argument("--layers", type=int, default=64, help="fewer make a quick look; the promises are for 64")
+    parser.add_argument("--programs", default="verify,decode_round", help="which to compile, by commas")
+    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--draft", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    try:
+        targets.get(options.target)
+        deviceless.require_tools()
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    config = preset(MODEL)
+    config = dataclasses.replace(config, layer_types=config.layer_types[: options.layers])
+    engine = EngineConfig(context=CONTEXT, slots=options.slots, draft=options.draft, kv=KV, prefill_chunk=1024, pool=POOL)
+    shape = state_shape(config, engine, KV, jnp.bfloat16)
+    model = TextModel(config, jnp.bfloat16, mtp=options.draft > 0, recipe=recipe(RECIPE))
+    programs = Programs(model, shape, engine.prefill_chunk, NAMED, "cuda")
+    failures, rows = [], []
+    for name in options.programs.split(","):
+        source = verify_source(programs, KV) if name == "verify" else programs.source(name)
+        with _console.status(f"compiling {name} ({options.layers} layers) for {options.target}"):
+            compiled, facts = compile_program(name, source, options.target)
+        state = source[1][1]
+        donated = sum(nbytes(x) for x in jax.tree.leaves(state))
+        large = copied_bytes(compiled, 1 << 20)
+        ideal = ideal_bytes(programs, source[1][:2])
+        show(facts, donated, large, ideal)
+        rows.append(facts.json() | {"donated_bytes": donated, "ideal": ideal, "large_copies": large})
+        if name == "verify":
+            failures += promises(facts, donated, large)
+    if options.json:
+        options.json.write_text(json.dumps({"jax": jax.__version__, "layers": options.layers, "programs": rows}, indent=1) + "\n")
+    for failure in failures:
+        print(f"FAIL {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def promises(facts: Compilation, donated: int, large: list[str]) -> list[str]:
+    broken = []
+    if facts.launches > MOST_LAUNCHES:
+        broken.append(f"{facts.launches} launches, at most {MOST_LAUNCHES} are allowed")
+    if large:
+        broken.append(f"{len(large)} copies of a MiB or more: {', '.join(large[:3])}")
+    if facts.aliased_bytes != donated:
+        broken.append(f"{facts.aliased_bytes:,} of {donated:,} donated bytes are reused")
+    return broken
+
+
+def show(facts: Compilation, donated: int, large: list[str], ideal: dict[str, int]) -> None:
+    table = Table(title=f"{facts.name}, compiled for {facts.target} with jax {jax.__version__}, never run", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for label, value in (
+        ("launches outside branches", facts.launches),
+        ("launches in branches of conditionals", facts.branch_kernels),
+        ("conditionals", facts.conditionals),
+        ("small copies outside branches / in them", f"{facts.copies} / {facts.branch_copies}"),
+        ("copies of 1 MiB or more", len(large)),
+        ("donated bytes", f"{donated:,}"),
+        ("aliased bytes", f"{facts.aliased_bytes:,}"),
+        ("argument bytes", f"{facts.argument_bytes:,}"),
+        ("temporary bytes", f"{facts.temporary_bytes:,}"),
+        *((f"ideal bytes of {k}", f"{v:,}") for k, v in ideal.items()),
+        ("tracing and lowering, compiling (s, here)", f"{facts.lower_s:.0f}, {facts.compile_s:.0f}"),
+    ):
+        table.add_row(label, str(value))
+    _console.print(table)
+    kernels = ", ".join(f"{name} {n}" for name, n in facts.kernels.most_common())
+    _console.print(f"kernels: {kernels}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Programs compiled for a card that need not be here, and what the compiler made of them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels import deviceless
+from pallas_kernels.launch import lowering_for
+
+Source = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]  # function, argument shapes, donated positions
+_THUNK = re.compile(r"^(\s*)\d+: (k\w+)\s+\[[^\]]*\]\s*(\S*)")
+_COPIES = ("kCopy", "kDeviceToDeviceCopy", "kMemcpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """Compiled facts of one program (times measured where it was compiled).
+
+    kernels: launches a step makes, by kernel name; copies: device copies among its steps. The branches of conditionals
+    are counted apart, in `branch_kernels` and `branch_copies`: of each, one runs. Byte counts are XLA's buffers.
+    """
+
+    name: str
+    target: str
+    lower_s: float
+    compile_s: float
+    kernels: collections.Counter
+    branch_kernels: int
+    conditionals: int
+    copies: int
+    branch_copies: int
+    argument_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+    temporary_bytes: int
+
+    @property
+    def launches(self) -> int:
+        return sum(self.kernels.values())
+
+    def json(self) -> dict[str, Any]:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return fields | {"kernels": dict(self.kernels.most_common()), "launches": self.launches}
+
+
+def compile_program(name: str, source: Source, target: str) -> tuple[jax.stages.Compiled, Compilation]:
+    """Compile `source` (as `Programs.source` gives it) for `target`. ValueError for an unknown target, RuntimeError where
+    the compiler's wheels are missing."""
+    function, arguments, donated = source
+    with tempfile.TemporaryDirectory() as folder, lowering_for("cuda"):
+        start = time.perf_counter()
+        lowered = deviceless.lower_for(function, arguments, target, donate=donated)
+        between = time.perf_counter()
+        compiled = deviceless.compile_lowered(lowered, dump_to=folder)
+        done = time.perf_counter()
+        thunks = "".join(p.read_text() for p in sorted(Path(folder).glob("*thunk_sequence.txt")))
+    memory = compiled.memory_analysis()
+    kernels: collections.Counter = collections.Counter()
+    counts: collections.Counter = collections.Counter()
+    for line in thunks.splitlines():
+        if not (found := _THUNK.match(line)):
+            continue
+        indent, kind, kernel = found.groups()
+        where = "branch" if indent else "step"
+        if kind in _COPIES:
+            counts[where, "copy"] += 1
+        elif kind == "kConditional":
+            counts["conditionals"] += not indent
+        elif where == "step":
+            kernels[re.sub(r"__\d+$", "", kernel)] += 1
+        else:
+            counts["branch", "kernel"] += 1
+    return compiled, Compilation(
+        name=name,
+        target=target,
+        lower_s=between - start,
+        compile_s=done - between,
+        kernels=kernels,
+        branch_kernels=counts["branch", "kernel"],
+        conditionals=counts["conditionals"],
+        copies=counts["step", "copy"],
+        branch_copies=counts["branch", "copy"],
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+    )

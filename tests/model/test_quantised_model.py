@@ -1,0 +1,115 @@
+"""The model over quantised weights, as a card runs it, against the plain model over the numbers those weights stand for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ninfer_jax.config import FULL, LINEAR, EngineConfig, ModelConfig, Recipe, WeightFormat
+from ninfer_jax.decoding import SamplingParams
+from ninfer_jax.model import TextModel, fill, fill_arrays, parameters_of, split_model
+from ninfer_jax.programs import PrefillInputs, Programs, admission
+from ninfer_jax.state import allocate_state, state_shape
+from pallas_kernels.embedding import QuantisedRows, lookup
+from pallas_kernels.matmul import QuantisedWeight, dequantise
+from weights import join, quantise_tensors
+
+CONFIG = ModelConfig(
+    vocab_size=300, hidden_size=128, intermediate_size=128, layer_types=(LINEAR, LINEAR, LINEAR, FULL), query_heads=4, kv_heads=2,
+    head_dim=64, rotary_dim=16, rope_theta=1e4, mrope_section=(3, 3, 2), gdn_key_heads=2, gdn_value_heads=4, gdn_key_dim=32,
+    gdn_value_dim=32, conv_width=4, rms_norm_eps=1e-6, max_positions=4096, tied_embeddings=False, mtp_layers=1,
+)  # fmt: skip
+BODY, FINE = WeightFormat(4, 64, "bf16"), WeightFormat(8, 32, "bf16")
+RECIPE = Recipe("test", {"attention": BODY, "gdn": BODY, "mlp": BODY, "embed": BODY, "gdn_gate": FINE, "head": FINE, "mtp": FINE})
+CHUNK, PROMPT = 64, 50
+
+
+@pytest.fixture(scope="module")
+def models():
+    """(programs, parameters) of the quantised model and of the plain one with the same numbers."""
+    rng = np.random.default_rng(0)
+    quantised = TextModel(CONFIG, jnp.bfloat16, mtp=True, recipe=RECIPE)
+    arrays, tensors = {}, {}
+    for parameter in parameters_of(quantised):
+        made = [draw(t.name, t.shape, rng) for t in parameter.tensors]
+        if parameter.stored is None:
+            (field,) = parameter.arrays
+            path = f"{parameter.name}.{field}" if parameter.name else field
+            arrays[path] = jnp.asarray(made[0], parameter.arrays[field].dtype)
+            tensors[parameter.tensors[0].name] = np.asarray(arrays[path].astype(jnp.float32))
+            continue
+        stored = join(parameter.stored, [block for _, block in quantise_tensors(parameter.stored, made)])
+        arrays |= {f"{parameter.name}.{field}": jnp.asarray(array) for field, array in stored.items()}
+        values = meaning(parameter, stored)
+        start = 0
+        for tensor in parameter.tensors:
+            tensors[tensor.name] = values[start : start + tensor.shape[0]]
+            start += tensor.shape[0]
+    plain = TextModel(CONFIG, jnp.float32, mtp=True)
+    engine = EngineConfig(context=256, slots=2, draft=2, kv="bf16", prefill_chunk=CHUNK)
+    done = []
+    for model, how in ((quantised, "arrays"), (plain, "tensors")):
+        _, described = split_model(model)
+        filled = fill_arrays(described, arrays) if how == "arrays" else fill(described, {n: jnp.asarray(t) for n, t in tensors.items()})
+        shape = state_shape(CONFIG, engine, "bf16", model.dtype)
+        done.append((Programs(model, shape, CHUNK, 290, "cpu", rows_together=True), jax.tree.leaves(filled), shape))
+    return done
+
+
+def draw(name, shape, rng):
+    if name.endswith(("norm.weight", "norm_embedding.weight", "norm_hidden.weight")):
+        return rng.normal(0.0 if "linear_attn" not in name else 1.0, 0.1, shape).astype(np.float32)
+    if name.endswith(("A_log", "dt_bias")):
+        return rng.uniform(-1, 1, shape).astype(np.float32)
+    return (rng.normal(size=shape) / np.sqrt(shape[-1] if len(shape) == 2 else 2)).astype(np.float32)
+
+
+def meaning(parameter, stored):
+    columns = parameter.tensors[0].shape[1]
+    rows = sum(t.shape[0] for t in parameter.tensors)
+    s = parameter.stored
+    if s.kind == "rows":
+        table = QuantisedRows(jnp.asarray(stored["codes"]), jnp.asarray(stored["scales"]), s.bits, s.group)
+        return np.asarray(lookup(table, jnp.arange(rows), jnp.float32))
+    weight = QuantisedWeight(jnp.asarray(stored["words"]), jnp.asarray(stored["scales"]), s.bits, s.group, (columns, rows))
+    return np.asarray(dequantise(weight)).T
+
+
+def run(programs, parameters, shape, ids):
+    """A prompt, its first token and two rounds of the first slot: hidden rows, tokens, and a state."""
+    state = programs.admit(allocate_state(CONFIG, shape), admission(0, np.array([1, 2, 3, 4], np.int32), 40, SamplingParams(temperature=0), 0, ()))
+    tokens, following = np.zeros(CHUNK, np.int32), np.full(CHUNK, -1, np.int32)
+    tokens[: len(ids)], following[: len(ids) - 1] = ids, ids[1:]
+    positions = np.broadcast_to(np.arange(CHUNK, dtype=np.int32), (3, CHUNK)).copy()
+    inputs = PrefillInputs(np.int32(0), tokens, following, np.int32(len(ids)), positions)
+    state, hidden = programs.prefill(parameters, state, inputs)
+    logits = programs.head(parameters, hidden)
+    hidden = np.asarray(hidden, np.float32)[: len(ids)]
+    state, out = programs.begin(parameters, state, np.int32(0))
+    emitted = [int(out.tokens[0, 0])]
+    for _ in range(2):
+        state, out = programs.decode_round(parameters, state)
+        emitted += np.asarray(out.tokens)[0, : int(out.emitted[0])].tolist()
+    return hidden, np.asarray(logits)[: len(ids), :290], emitted, np.asarray(state.recurrent[0][0])
+
+
+def test_quantised_weights_change_nothing_but_their_rounding(models):
+    ids = np.random.default_rng(1).integers(0, 290, PROMPT)
+    ours, theirs = (run(*model, ids) for model in models)
+    for name, a, b in zip(("hidden", "logits", "state"), (ours[0], ours[1], ours[3]), (theirs[0], theirs[1], theirs[3]), strict=True):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < 3e-2, (name, error)  # bfloat16 activations against float32 ones
+    best = np.sort(theirs[1], axis=-1)
+    clear = best[:, -1] - best[:, -2] > 0.3
+    assert clear.sum() > 10
+    np.testing.assert_array_equal(ours[1].argmax(-1)[clear], theirs[1].argmax(-1)[clear])
+    assert ours[2][0] == int(ours[1][-1].argmax())  # the head's candidates and its logits agree
+
+
+def test_a_recipe_needs_bfloat16_and_a_head_of_its_own():
+    with pytest.raises(ValueError, match="recipe test: needs bfloat16"):
+        TextModel(CONFIG, jnp.float32, mtp=False, recipe=RECIPE)
+    with pytest.raises(ValueError, match="tied"):
+        TextModel(dataclasses.replace(CONFIG, tied_embeddings=True), jnp.bfloat16, mtp=False, recipe=RECIPE)
