@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import launch
-from pallas_kernels.matmul import kernel, prefill, reference
+from pallas_kernels.matmul import head, kernel, prefill, reference
 from pallas_kernels.matmul.quantised import COLUMNS, QuantisedWeight, concatenate, dequantise, pack, quantise
 
-__all__ = ["QuantisedWeight", "concatenate", "dequantise", "linear", "pack", "quantise", "quantised_linear"]
+__all__ = ["QuantisedWeight", "concatenate", "dequantise", "head_candidates", "linear", "pack", "quantise", "quantised_linear"]
 
 # Up to this many rows a call is a decode step and is padded to whole tensor-core tiles on a GPU: the same shape for
 # every row count means the same kernel and the same order of sums, so drafting cannot flip a near tie.
 DECODE_ROWS = 32
 _TILE = 16
+HEAD_ROWS = kernel.ROWS  # most rows of `head_candidates`
 
 
 def linear(x: jax.Array, w: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
@@ -94,6 +95,35 @@ def quantised_linear(
         )
 
     return launch.by_platform(x, weight, norm, residual, pallas=pallas, xla=xla, impl=impl)
+
+
+def head_candidates(
+    x: jax.Array, weight: QuantisedWeight, *, k: int, valid: int, impl: str = "auto"
+) -> tuple[jax.Array, jax.Array]:
+    """The `k` largest of the first `valid` columns of x `[1..16, K]` bf16 @ weight, float32 `[rows, k]` falling, and their
+    int32 ids, equals by rising id; without the whole product in memory unless the pick needs it (`head`).
+
+    k: 1 to 64. impl as for `quantised_linear`. ValueError for shapes, types or k that do not fit.
+    """
+    _check(x, weight, None, None, False, "bf16")
+    if x.shape[0] > kernel.ROWS or not 1 <= k <= min(head.MOST, valid) or valid > weight.shape[1]:
+        raise ValueError(
+            f"head_candidates: {x.shape[0]} rows, k {k}, valid {valid}: at most {kernel.ROWS} rows, "
+            f"k from 1 to {head.MOST}, valid at most {weight.shape[1]}"
+        )
+
+    def pallas(x, weight):
+        if k > 1:
+            return head.top_k(x, weight, k, valid=valid)
+        ids, values = head.argmax(x, weight, valid=valid)
+        return values[:, None], ids[:, None]
+
+    def xla(x, weight):
+        logits = reference.quantised_linear(x, weight, None, None, out_dtype=jnp.float32)
+        values, ids = jax.lax.top_k(logits[:, :valid], k)
+        return values, ids.astype(jnp.int32)
+
+    return launch.by_platform(x, weight, pallas=pallas, xla=xla, impl=impl)
 
 
 def _normalise(x: jax.Array, norm: jax.Array, eps: float) -> jax.Array:
