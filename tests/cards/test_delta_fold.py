@@ -1,5 +1,6 @@
 """Replay of accepted rows: numbers against float64 NumPy, the very bits of decoding row by row, and compiled facts."""
 
+import collections
 import functools
 import re
 
@@ -132,6 +133,9 @@ def test_compiled_steps_are_the_same_instructions_in_both_kernels():
     """From S^T k to the advanced state: the replay's loop body is in the decode kernel once a row, in the same order."""
     folded, (start,) = steps(cases.CASES[0])
     step = folded[start:]
+    # Of S^T k 4 chains and 3 x 4 additions across warps; u; per element of S one product and one multiply-add.
+    arithmetic = collections.Counter(op for op in step if op.endswith(".f32"))
+    assert arithmetic == {"mul.rn.f32": 4 + 8 + 64, "fma.rn.f32": 60 + 64, "add.rn.f32": 12, "sub.rn.f32": 4}
     decoded, starts = steps(decode_cases.CASES[1])
     # A row reads S twice, for k and, advanced, for q.
     assert len(starts) == 8
