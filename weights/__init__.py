@@ -8,13 +8,14 @@ from pathlib import Path
 
 from weights.checkpoint import Checkpoint, canonical_name
 from weights.fill import TensorSpec, iter_parameters, load_parameters
-from weights.quantised import Stored, join, quantise_tensors
+from weights.quantised import ParameterSpec, Stored, join, quantise_tensors
 from weights.safetensors_file import CheckpointError, TensorInfo
 from weights.save import save_checkpoint
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "ParameterSpec",
     "Stored",
     "TensorInfo",
     "TensorSpec",

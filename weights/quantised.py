@@ -12,6 +12,7 @@ import numpy as np
 from pallas_kernels import embedding
 from pallas_kernels.matmul import quantise
 from pallas_kernels.matmul.quantised import COLUMNS
+from weights.fill import TensorSpec
 
 BLOCK_ROWS = 8 * COLUMNS  # of a tensor, quantised at a time: 21 MB in float32 at 5,120 inputs
 
@@ -28,6 +29,21 @@ class Stored:
     @property
     def fields(self) -> tuple[str, str]:
         return ("words", "scales") if self.kind == "matrix" else ("codes", "scales")
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter: the arrays that the engine has for it, and the checkpoint tensors that it is made of.
+
+    name: "layers.3.self_attn.qkv_proj". arrays: field -> shape and dtype: `weight` (or the parameter's own name) where it
+    is kept as it is, else the fields of `stored`. tensors: laid one after another along their first axis.
+    """
+
+    name: str
+    role: str
+    arrays: dict[str, jax.ShapeDtypeStruct]
+    tensors: tuple[TensorSpec, ...]
+    stored: Stored | None
 
 
 def quantise_tensors(stored: Stored, tensors: Sequence[np.ndarray]) -> Iterator[tuple[int, dict[str, np.ndarray]]]:

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from weights import Stored, TensorSpec
+from weights import ParameterSpec, TensorSpec
 
 Path = tuple[str | int, ...]
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """One parameter: the arrays that the model has for it, and the checkpoint tensors that it is made of.
-
-    name: "layers.3.self_attn.qkv_proj". arrays: field -> shape and dtype: `weight` (or the parameter's own name) where it
-    is kept as it is, else the fields of `stored`. tensors: laid one after another along their first axis.
-    """
-
-    name: str
-    role: str
-    arrays: dict[str, jax.ShapeDtypeStruct]
-    tensors: tuple[TensorSpec, ...]
-    stored: Stored | None
 
 
 def parameters_of(model: nnx.Module) -> list[ParameterSpec]:
