@@ -1,7 +1,8 @@
 """What the compiler made of a function: per kernel its launches, registers, spills, shared memory and machine code.
 
 `report(fn, args, target)` compiles without a GPU (`deviceless`), assembles the PTX that XLA dumped with the same
-`ptxas`, and disassembles it. Everything here is compiled fact; times come only from `lab.model`.
+`ptxas`, and disassembles it. Kernels of `jax_triton` never pass through XLA's compiler; theirs is in the program itself.
+Everything here is compiled fact; times come only from `lab.model`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import re
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,7 @@ class Kernel:
         by_registers = card.registers_per_sm // (warps * (-(-self.registers * 32 // 256) * 256))
         # The driver keeps 1 KiB of shared memory for each block.
         by_smem = card.smem_per_sm // (self.smem_bytes + 1024)
-        return min(card.threads_per_sm // (warps * 32), by_registers, by_smem, 24)
+        return min(card.threads_per_sm // (warps * 32), by_registers, by_smem, card.blocks_per_sm)
 
     def occupancy(self, card: targets.Target) -> float:
         return self.blocks_per_sm(card) * self.threads / card.threads_per_sm
@@ -162,17 +164,100 @@ def report(
             smem_bytes=found.pop("static_smem") + int(m[9] or 0),
             **found,
         )
+    calls = triton_calls(compiled.as_text())
+    for call in calls:
+        kernels[call.name] = call.kernel(card, calls.count(call))
     memory = compiled.memory_analysis()
     return Report(
         target=card,
         kernels=kernels,
-        launches=len(launches),
+        launches=len(launches) + len(calls),
         copies=len(re.findall(r"\bkCopy\b|\bkDeviceToDeviceCopy\b", thunks)),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonCall:
+    """A launch of a kernel that Triton compiled, as `jax_triton` hands it to XLA. Sizes as in `Kernel`."""
+
+    name: str
+    ptx: str
+    blocks: int
+    threads: int
+    smem_bytes: int
+
+    def kernel(self, card: targets.Target, launches: int = 1) -> Kernel:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.ptx"
+            path.write_text(self.ptx)
+            (found,) = _assemble(path, card).values()
+        smem = self.smem_bytes + found.pop("static_smem")
+        return Kernel(self.name, launches, self.blocks, self.threads, smem_bytes=smem, **found)
+
+
+_TRITON_CALL = re.compile(r'"triton_kernel_call_ffi".*?opaque = "((?:[^"\\]|\\.)*)"')
+
+
+def triton_calls(hlo: str) -> list[TritonCall]:
+    """The `jax_triton` launches in the text of a compiled program; different kernels of one name get numbers.
+
+    Each carries a zlib-compressed protocol buffer: the call (1) with its kernel (1: number of warps 2, dynamic shared
+    memory 3, PTX 4) and its grid (2, 3, 4); its name (4). Zeros are left out.
+    """
+    calls: list[TritonCall] = []
+    for found in _TRITON_CALL.finditer(hlo):
+        whole = _fields(zlib.decompress(_unescape(found[1])))
+        call = _fields(whole[1])
+        kernel = _fields(call[1])
+        made = TritonCall(
+            name=whole[4].decode(),
+            ptx=kernel[4].decode(),
+            blocks=call.get(2, 1) * call.get(3, 1) * call.get(4, 1),
+            threads=32 * kernel[2],
+            smem_bytes=kernel.get(3, 0),
+        )
+        name, number = made.name, 0
+        while any(c.name == made.name and c != made for c in calls):
+            number += 1
+            made = dataclasses.replace(made, name=f"{name}_{number}")
+        calls.append(made)
+    return calls
+
+
+def _unescape(text: str) -> bytes:
+    """A string as MLIR prints it: what is not plain text as a backslash and two hexadecimal digits."""
+    parts = re.split(r"\\([0-9A-F]{2}|\\)", text)
+    parts[1::2] = [chr(int(p, 16)) if p != "\\" else p for p in parts[1::2]]
+    return "".join(parts).encode("latin-1")
+
+
+def _fields(message: bytes) -> dict[int, Any]:
+    """A protocol buffer's fields: varints as int, everything else as bytes; of a repeated one the last."""
+    fields: dict[int, Any] = {}
+    rest = message
+
+    def varint() -> int:
+        nonlocal rest
+        value, shift = 0, 0
+        while True:
+            byte, rest = rest[0], rest[1:]
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while rest:
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            fields[number] = varint()
+        else:
+            size = {1: 8, 5: 4}.get(kind) or varint()
+            fields[number], rest = rest[:size], rest[size:]
+    return fields
 
 
 def _assemble(ptx: Path, card: targets.Target) -> dict[str, dict]:

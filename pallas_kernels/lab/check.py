@@ -37,11 +37,12 @@ def cases(ops: list[str] | None = None) -> list[registry.Case]:
     return registry.cases(ops, small=not on_gpu())
 
 
-def run(case: registry.Case, seed: int = 0) -> Result:
-    """A case has `sample(key)` for arguments, `reference(*arguments)` and `allowed_error` for this."""
+def run(case: registry.Case, seed: int = 0, config: Any = None) -> Result:
+    """A case has `sample(key)` for arguments, `reference(*arguments)` and `allowed_error` for this; `config` as `tune`."""
     arguments = case.sample(jax.random.key(seed))
     interpret = not on_gpu()
-    got = case.call(*arguments, interpret=interpret)
+    chosen = {} if config is None else {"config": config}
+    got = case.call(*arguments, interpret=interpret, **chosen)
     want = case.reference(*arguments)
     errors = jax.tree.map(relative_error, got, want)
     return Result(

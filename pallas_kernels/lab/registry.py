@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any, Protocol
 
 # Modules with CASES (the 27B's shapes) and SMALL (twins that a CPU can interpret).
@@ -13,7 +14,11 @@ MODULES = (
     "pallas_kernels.delta_decode.cases",
     "pallas_kernels.delta_fold.cases",
     "pallas_kernels.delta_prefill.cases",
+    "pallas_kernels.prefill_attention.cases",
 )
+# Op -> its module and the package without which it is not there.
+OPTIONAL = {"quantised_matmul_triton": ("pallas_kernels.matmul.triton_cases", "jax_triton")}
+_EXTRA = "Python 3.12 or newer and the extra: pip install 'ninfer-jax[triton]'"
 
 
 class Case(Protocol):
@@ -21,7 +26,9 @@ class Case(Protocol):
 
     Optional beside these: `donate` (positions of arguments updated in place), `other_trips()` (passes of the loops
     without tensor-core instructions, by address), `moved_bytes(report)` where a kernel touches only part of its
-    arguments.
+    arguments. For `check`: `sample(key)`, `reference(*arguments)`, `allowed_error`. For `bench`: `fill(key)`, arguments
+    where those of `sample` take too much memory. For `tune`: `configs()` (candidate block sizes, dataclasses of numbers,
+    the default first), `key` (what `tuned` knows the shape by) and `call(..., config=)`.
     """
 
     op: str
@@ -42,7 +49,8 @@ class Case(Protocol):
 
 def cases(ops: list[str] | None = None, small: bool = False) -> list[Case]:
     """The cases of `ops` (all by default), by op name or by `op/case`; ValueError lists the known ops."""
-    known = [c for m in MODULES for c in getattr(importlib.import_module(m), "SMALL" if small else "CASES")]
+    there = [m for m, package in OPTIONAL.values() if importlib.util.find_spec(package)]
+    known = [c for m in (*MODULES, *there) for c in getattr(importlib.import_module(m), "SMALL" if small else "CASES")]
     if not ops:
         return known
     names = sorted({c.op for c in known})
@@ -50,6 +58,8 @@ def cases(ops: list[str] | None = None, small: bool = False) -> list[Case]:
     for wanted in ops:
         op, _, name = wanted.partition("/")
         hits = [c for c in known if c.op == op and name in ("", c.name, c.name.removesuffix(".small"))]
+        if op in OPTIONAL and op not in names:
+            raise ValueError(f"OP: {op} needs {OPTIONAL[op][1]}: {_EXTRA}")
         if not hits:
             raise ValueError(f"OP: no kernel {wanted!r}; known: {', '.join(names)}, or OP/CASE as `list` prints them")
         found += hits

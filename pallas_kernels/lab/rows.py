@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from pallas_kernels import inspect
@@ -15,6 +16,7 @@ class Row:
 
     Of a case with several launches, registers to `tensor_core_instructions` are those of its main kernel, see
     `main_kernel`; `launches` counts all.
+    loop_passes: of its loop with most passes; thread_instructions: of all blocks together.
     conversions: instructions from integer to float; loads: opcodes of memory access, each counted once.
     requested_bytes: what loads ask of L2 (a block's re-reads included); bytes_moved: buffers, each once.
     modelled_us: the longest of bytes_moved / bandwidth, thread instructions / issue rate, and multiply-adds / tensor
@@ -39,6 +41,8 @@ class Row:
     bytes_moved: int
     ideal_bytes: int
     requested_bytes: int
+    loop_passes: float
+    thread_instructions: int
     thread_instructions_per_byte: float
     multiply_adds: int
     modelled_us: float
@@ -48,9 +52,10 @@ class Row:
         return dataclasses.asdict(self)
 
 
-def measure(case: Case, target: str) -> Row:
-    """Compile `case` for `target` and count."""
-    report = inspect.report(case.call, case.arguments(), target, donate=getattr(case, "donate", ()))
+def measure(case: Case, target: str, config: Any = None) -> Row:
+    """Compile `case` for `target`, with block sizes `config` where the case takes some, and count."""
+    call = functools.partial(case.call, config=config) if config is not None else case.call
+    report = inspect.report(call, case.arguments(), target, donate=getattr(case, "donate", ()))
     card = report.target
     kernel = main_kernel(report)
     trips = loop_trips(kernel, case)
@@ -87,6 +92,8 @@ def measure(case: Case, target: str) -> Row:
         bytes_moved=moved,
         ideal_bytes=case.ideal_bytes,
         requested_bytes=int(requested),
+        loop_passes=max(trips, default=0),
+        thread_instructions=int(instructions),
         thread_instructions_per_byte=instructions / case.weight_bytes,
         multiply_adds=case.multiply_adds,
         modelled_us=times[limit] * 1e6,

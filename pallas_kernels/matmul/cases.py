@@ -50,13 +50,40 @@ class Case:
             struct((self.rows, self.out_columns), jnp.bfloat16) if self.residual else None,
         ]
 
-    def call(self, x: Any, weight: Any, norm: Any, residual: Any, interpret: bool = False) -> jax.Array:
+    def call(
+        self, x: Any, weight: Any, norm: Any, residual: Any, interpret: bool = False, config: kernel.Config | None = None
+    ) -> jax.Array:
         """The kernel alone."""
         if self.decode:
-            return kernel.decode(x, weight, norm, residual, swiglu=self.swiglu, interpret=interpret)
+            return kernel.decode(
+                x, weight, norm, residual, swiglu=self.swiglu, config=config, interpret=interpret
+            )
         return prefill.prefill(
             x, weight, residual, route=self.activations, swiglu=self.swiglu, interpret=interpret
         )
+
+    @property
+    def key(self) -> str:
+        return kernel.shape_key(self.k, self.n, self.bits, self.group, self.norm, self.swiglu)
+
+    def configs(self) -> list[kernel.Config]:
+        """Candidate block sizes, the default first: three widths, deeper loads, fewer warps."""
+        if not self.decode:
+            return []
+        default = kernel.default_config(self.out_columns, self.group, self.swiglu)
+        base = 2 if self.group == 128 else 3
+        found = [default, dataclasses.replace(default, stages=default.stages + 1)]
+        for wide in (32, 64, 128):
+            columns = wide // 2 if self.swiglu else wide
+            found.append(kernel.Config(columns, max(4, wide // 16), base + (wide == 32)))
+        found.append(dataclasses.replace(default, warps=default.warps // 2))
+        return list(dict.fromkeys(found))
+
+    def fill(self, key: jax.Array) -> list[Any]:
+        """Arguments for timing: random codes and scales. The head would not fit beside its float32 twin."""
+        leaves, tree = jax.tree.flatten(self.arguments())
+        keys = jax.random.split(key, len(leaves))
+        return tree.unflatten([_random(k, leaf) for k, leaf in zip(keys, leaves)])
 
     def sample(self, key: jax.Array) -> list[Any]:
         """Random arguments for `call`."""
@@ -108,6 +135,10 @@ class HeadCase(Case):
 
     op = "head"
 
+    def configs(self) -> list[kernel.Config]:
+        """None: a block's columns are what candidates are kept of."""
+        return []
+
     def call(self, x: Any, weight: Any, norm: Any, residual: None, interpret: bool = False) -> Any:
         return head.block_candidates(x, weight, norm, keep=self.keep, valid=self.valid, interpret=interpret)[0]
 
@@ -123,6 +154,12 @@ class HeadCase(Case):
     def ideal_bytes(self) -> int:
         candidates = 8 * kernel.ROWS * self.keep * -(-self.n // head.BLOCK)
         return self.weight_bytes + 2 * (self.rows * self.k + self.k) + candidates
+
+
+def _random(key: jax.Array, leaf: Any) -> jax.Array:
+    if leaf.dtype == jnp.int16:
+        return jax.lax.bitcast_convert_type(jax.random.bits(key, leaf.shape, jnp.uint16), leaf.dtype)
+    return (0.01 * jax.random.normal(key, leaf.shape, leaf.dtype)).astype(leaf.dtype)
 
 
 def _twin(case: Case, k: int, n: int, rows: int) -> Case:

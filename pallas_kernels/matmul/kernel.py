@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import launch
+from pallas_kernels import launch, tuned
 from pallas_kernels.matmul import unpack
 from pallas_kernels.matmul.quantised import COLUMNS, QuantisedWeight
 
@@ -32,6 +32,19 @@ class Config:
     columns: int = 64
     warps: int = 4
     stages: int = 3
+
+
+def shape_key(k: int, n: int, bits: int, group: int, norm: bool, swiglu: bool) -> str:
+    """What `tuned` knows a projection's block sizes by: everything that weighs on them, and not the number of rows."""
+    return f"k{k}_n{n}_w{bits}g{group}" + "_norm" * norm + "_swiglu" * swiglu
+
+
+def tuned_config(weight: QuantisedWeight, norm: bool, swiglu: bool) -> Config:
+    """Block sizes tuned for the card being compiled for, or else the default ones."""
+    key = shape_key(*weight.shape, weight.bits, weight.group, norm, swiglu)
+    if fields := tuned.lookup("quantised_matmul", key):
+        return Config(**fields)
+    return default_config(weight.shape[1] // 2 if swiglu else weight.shape[1], weight.group, swiglu)
 
 
 def default_config(columns: int, group: int, swiglu: bool) -> Config:
@@ -61,7 +74,7 @@ def decode(
     """As `matmul.quantised_linear`, whose checks this relies on; x `[1..16, K]` bf16."""
     rows, _ = x.shape
     n = weight.shape[1] // 2 if swiglu else weight.shape[1]
-    config = config or default_config(n, weight.group, swiglu)
+    config = config or tuned_config(weight, norm is not None, swiglu)
     if COLUMNS % config.columns:
         raise ValueError(f"decode: {config.columns} columns a block must divide {COLUMNS}, the padding of weights")
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
