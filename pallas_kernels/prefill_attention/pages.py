@@ -57,15 +57,12 @@ def segment(
         words = launch.load(codes_ref, (page, head, tokens, pl.ds(g * WORDS, WORDS)))
         scales = launch.load(scales_ref, (page, head, tokens, pl.ds(g * SCALES, SCALES)))
         return four_bit(words, scales, kind == "e8", interpret)
-    codes = launch.load(codes_ref, (page, head, tokens, pl.ds(g * SEGMENT, SEGMENT)))
+    dims = (page, head, tokens, pl.ds(g * SEGMENT, SEGMENT))
     if kind == "int8":
-        scales = launch.load(scales_ref, (page, head, tokens, g))
-        scales = scales if inside is None else jnp.where(inside, scales, jnp.zeros_like(scales))
-        return eight_bit(codes, scales, interpret)
-    values = jax.lax.bitcast_convert_type(codes, jnp.bfloat16) if codes.dtype == jnp.uint16 else codes
-    if inside is not None:
-        values = jnp.where(jnp.broadcast_to(inside[:, None], values.shape), values, jnp.zeros_like(values))
-    return values
+        return eight_bit(launch.load(codes_ref, dims), launch.load(scales_ref, (page, head, tokens, g), inside), interpret)
+    mask = None if inside is None else jnp.broadcast_to(inside[:, None], (*inside.shape, SEGMENT))
+    values = launch.load(codes_ref, dims, mask)
+    return jax.lax.bitcast_convert_type(values, jnp.bfloat16) if values.dtype == jnp.uint16 else values
 
 
 def four_bit(words: jax.Array, scales: jax.Array, lattice: bool, interpret: bool) -> jax.Array:
