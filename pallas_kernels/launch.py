@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as _triton
 UPSTREAM_WARNING = r".*Pallas Triton.*deprecated.*"
 warnings.filterwarnings("ignore", message=UPSTREAM_WARNING, category=DeprecationWarning)
 
-IMPLEMENTATIONS = ("auto", "pallas", "xla")
+IMPLEMENTATIONS = ("auto", "pallas", "xla", "triton")
 
 
 def launch(
@@ -129,17 +129,23 @@ def packed(
     return result
 
 
-def by_platform(*args: Any, pallas: Callable, xla: Callable, impl: str = "auto") -> Any:
+def by_platform(
+    *args: Any, pallas: Callable, xla: Callable, triton: Callable | None = None, impl: str = "auto"
+) -> Any:
     """`pallas(*args)` or `xla(*args)`: `auto` takes Pallas on a CUDA GPU and XLA on a CPU.
 
     The choice is made when the program is lowered, so that compiling for a card on a machine without one picks what
     the card will run; within `lowering_for` it is known before, and the other form is not even traced. `pallas` and
-    `xla` insist.
+    `xla` insist, and so does `triton`, where there is such a form.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: {impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     if impl == "auto":
         impl = {None: "auto", "cpu": "xla"}.get(_platform.get(), "pallas")
+    if impl == "triton":
+        if triton is None:
+            raise ValueError("impl: 'triton' is only for quantised_linear of up to 16 rows")
+        return triton(*args)
     if impl == "pallas":
         return pallas(*args)
     if impl == "xla":

@@ -100,7 +100,7 @@ def test_console_script_resolves():
 
 
 def test_extras():
-    assert set(PROJECT["optional-dependencies"]) == {"cuda12", "cuda13", "aot", "test-kernels", "test-cards", "test", "bench", "train"}
+    assert set(PROJECT["optional-dependencies"]) == {"cuda12", "cuda13", "aot", "triton", "test-kernels", "test-cards", "test", "bench", "train"}
     assert [str(r.specifier) for r in requirements("test") if r.name == "torch"] == ["==2.13.0"]
     assert not NOT_IN_THE_NEWER_LANE & {r.name for r in requirements("test-kernels")}
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import launch
-from pallas_kernels.matmul import head, kernel, prefill, reference
+from pallas_kernels.matmul import head, kernel, prefill, reference, triton_kernel
 from pallas_kernels.matmul.quantised import COLUMNS, QuantisedWeight, concatenate, dequantise, pack, quantise
 
 __all__ = ["QuantisedWeight", "concatenate", "dequantise", "head_candidates", "linear", "pack", "quantise", "quantised_linear"]
@@ -74,7 +74,8 @@ def quantised_linear(
     residual: `[rows, N or N / 2]` bf16, added to the result before it is rounded.
     activations: `int8` multiplies in 8 bits, activations rounded per row and group; for more than 16 rows only, where
         tensor cores and not memory set the pace.
-    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist.
+    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist. `triton` insists on the kernel compiled
+        by Triton itself, for up to 16 rows; RuntimeError where the extra `triton` is not installed.
 
     Up to 16 rows, a row's result has the same bits whatever the number of rows. ValueError for shapes, types or
     options that do not fit.
@@ -94,7 +95,10 @@ def quantised_linear(
             x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype
         )
 
-    return launch.by_platform(x, weight, norm, residual, pallas=pallas, xla=xla, impl=impl)
+    def triton(x, weight, norm, residual):
+        return triton_kernel.decode(x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
+
+    return launch.by_platform(x, weight, norm, residual, pallas=pallas, xla=xla, triton=triton, impl=impl)
 
 
 def head_candidates(

@@ -7,6 +7,8 @@ nothing is rounded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -20,7 +22,8 @@ def plane(words: jax.Array, bits: int, j: int, columns: int, interpret: bool) ->
 
     The reshape follows the storage order of `quantised`, which is that of a tensor core's operand: it costs nothing.
     """
-    codes = (_w4 if bits == 4 else _w8)(words, j, interpret)
+    asm, twin = to_bf16(bits, j)
+    codes = launch.packed(asm, twin, words, dtype=jnp.bfloat16, interpret=interpret)
     blocks = words.shape[0]
     codes = codes.reshape(blocks, columns // 8, 8, 4, 2, 2, 2).transpose(0, 4, 5, 3, 6, 1, 2)
     return codes.reshape(blocks * 32, columns)
@@ -31,7 +34,12 @@ def _nibble(register: str, shift: int, table: int, magic: int) -> str:
     return f"{take} lop3.b32 {register}, {register}, 0x000F000F, {magic:#x}, {table:#x};"
 
 
-def _w4(words: jax.Array, j: int, interpret: bool) -> jax.Array:
+def to_bf16(bits: int, j: int) -> tuple[str, Callable[[jax.Array], jax.Array]]:
+    """Plane `j` of int16 words as bf16, elementwise: PTX on two words at a time, and what it says in jnp."""
+    return _w4(j) if bits == 4 else _w8(j)
+
+
+def _w4(j: int) -> tuple[str, Callable[[jax.Array], jax.Array]]:
     asm = (
         "{ .reg .b32 t, one, off; mov.b32 one, 0x3F803F80; mov.b32 off, 0xC308C308;"  # 1, -136
         + _nibble("t", 4 * j, _AND_XOR, 0x43084308)  # 128 + (nibble ^ 8)
@@ -41,10 +49,10 @@ def _w4(words: jax.Array, j: int, interpret: bool) -> jax.Array:
     def twin(w: jax.Array) -> jax.Array:
         return (((w.astype(jnp.int32) >> (4 * j)) & 15 ^ 8) - 8).astype(jnp.bfloat16)
 
-    return launch.packed(asm, twin, words, dtype=jnp.bfloat16, interpret=interpret)
+    return asm, twin
 
 
-def _w8(words: jax.Array, j: int, interpret: bool) -> jax.Array:
+def _w8(j: int) -> tuple[str, Callable[[jax.Array], jax.Array]]:
     asm = (
         "{ .reg .b32 h, l, c, one, off; mov.b32 c, 0x41804180; mov.b32 one, 0x3F803F80; mov.b32 off, 0xC510C510;"
         + _nibble("l", 8 * j, _AND_OR, 0x43004300)  # 128 + low
@@ -56,7 +64,7 @@ def _w8(words: jax.Array, j: int, interpret: bool) -> jax.Array:
     def twin(w: jax.Array) -> jax.Array:
         return (((w.astype(jnp.int32) >> (8 * j)) & 255 ^ 128) - 128).astype(jnp.bfloat16)
 
-    return launch.packed(asm, twin, words, dtype=jnp.bfloat16, interpret=interpret)
+    return asm, twin
 
 
 def plane_s8(words: jax.Array, bits: int, j: int, columns: int, interpret: bool) -> jax.Array:
@@ -86,13 +94,17 @@ def permute_k(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(parts, -3, -2).reshape(x.shape)
 
 
+ONE_PLUS = "fma.rn.bf16x2 $0, $1, $2, $1;"  # x (1 + w)
+
+
+def one_plus(x: jax.Array, w: jax.Array) -> jax.Array:
+    """What `ONE_PLUS` says in jnp."""
+    return (x.astype(jnp.float32) * (1 + w.astype(jnp.float32))).astype(jnp.bfloat16)
+
+
 def times_one_plus(x: jax.Array, w: jax.Array, interpret: bool) -> jax.Array:
     """bf16 x (1 + w), rounded once."""
-
-    def twin(x: jax.Array, w: jax.Array) -> jax.Array:
-        return (x.astype(jnp.float32) * (1 + w.astype(jnp.float32))).astype(jnp.bfloat16)
-
-    return launch.packed("fma.rn.bf16x2 $0, $1, $2, $1;", twin, x, w, dtype=jnp.bfloat16, interpret=interpret)
+    return launch.packed(ONE_PLUS, one_plus, x, w, dtype=jnp.bfloat16, interpret=interpret)
 
 
 def times(x: jax.Array, w: jax.Array, interpret: bool) -> jax.Array:
