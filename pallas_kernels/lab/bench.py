@@ -89,7 +89,7 @@ class Program:
     """A case as a program: `rounds` times a call for every copy of the arguments.
 
     A compiler would merge equal calls and leave out those without use. So one small argument, which the copies share,
-    becomes in each round a sum with something that depends on all results before, and is zero: one small launch a round.
+    becomes in each round a sum with something that depends on all results before, and is zero: one or two small launches a round.
     """
 
     call: Callable[..., Any]
@@ -173,14 +173,17 @@ def timed(program: Program, changing: Any, fixed: Any, shared: Any) -> tuple[flo
 
 
 def copy_bytes_per_second(size: int = 2**30) -> float:
-    """Bytes read and written a second by copies of `size` bytes on the device: what memory gives the simplest kernel."""
-    x, times = jnp.zeros(size // 4, jnp.uint32), 8
-    # Updated in place and again, with one added, so that the compiler can leave no copy out.
-    copy = lambda x, one: jax.lax.optimization_barrier(x + one.astype(x.dtype))  # noqa: E731
-    program = Program.of(copy, [x, jnp.ones((), jnp.float32)], (0,), times)
-    changing, fixed, shared = program.split([x, jnp.ones((), jnp.float32)])
+    """Bytes read and written a second by rewriting `size` bytes on the device: what memory gives the simplest kernel."""
+    x, one = jnp.zeros(size // 4, jnp.uint32), jnp.ones((), jnp.float32)
+    program = copy_program(x, one)
+    changing, fixed, shared = program.split([x, one])
     median, _ = timed(program, [changing], [fixed], shared)
-    return 2 * size * times / median
+    return 2 * size * program.rounds / median
+
+
+def copy_program(x: Any, one: Any) -> Program:
+    """Reads and writes all of x eight times. One is added each time, so that the compiler can leave none out."""
+    return Program.of(lambda x, one: jax.lax.optimization_barrier(x + one.astype(x.dtype)), [x, one], (0,), rounds=8)
 
 
 def table(found: list[Timing]) -> str:

@@ -64,5 +64,6 @@ def _roofs(axes, card: targets.Target, rates: list[tuple[float, str, str]], at: 
         axes.loglog(intensity, roof, style, color="gray", zorder=0)
         axes.annotate(label, (intensity[-1], roof[-1]), ha="right", va="bottom", fontsize=8, color="gray")
     start = (intensity[0], card.bandwidth * intensity[0])
-    axes.annotate(f"memory, {card.bandwidth / 1e9:.0f} GB/s", start, (12, 0), textcoords="offset points", fontsize=8, color="gray")
+    memory = f"memory, {card.bandwidth / 1e9:.0f} GB/s"
+    axes.annotate(memory, start, (12, 0), textcoords="offset points", fontsize=8, color="gray")
     axes.grid(alpha=0.3, which="both")

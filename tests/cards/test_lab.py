@@ -173,7 +173,7 @@ def test_shipped_block_sizes_fit_their_kernels(path):
 
 
 def test_a_timing_program_makes_all_its_calls():
-    """Neither merged nor left out, no copies of what is updated in place, one small launch a round."""
+    """Neither merged nor left out, no copies of what is updated in place, few small launches a round; so does the copy."""
     case = attention_out()
     for call, arguments, donate, kernels in (
         (case.call, case.arguments(), (), {"w4_decode_add": 6}),
@@ -184,6 +184,11 @@ def test_a_timing_program_makes_all_its_calls():
         report = inspect.report(program.__call__, [[changing] * 2, [fixed] * 2, shared], donate=(0,))
         assert {name: report.kernels[name].launches for name in kernels} == kernels and report.copies == 0
         assert report.launches <= 6 + 2 * 3
+    arguments = [jax.ShapeDtypeStruct((2**28,), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)]
+    program = bench.copy_program(*arguments)
+    changing, fixed, shared = program.split(arguments)
+    report = inspect.report(program.__call__, [[changing], [fixed], shared], donate=(0,))
+    assert sorted(k.launches for k in report.kernels.values()) == [1, 8] and report.copies == 0 and report.temporary_bytes < 16
 
 
 def test_a_timing_program_hands_on_what_calls_update():
@@ -234,6 +239,16 @@ def test_bad_input_is_one_line(arguments, message, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+def test_a_trace_for_one_card_is_not_reused_for_another(folder):
+    for name, columns in (("rtx4090", 64), ("a100", 32)):
+        (folder / f"{name}.json").write_text(json.dumps({"op": {"key": entry(columns=columns)}}))
+    found = jax.jit(lambda: jnp.int32((tuned.lookup("op", "key") or {"columns": 0})["columns"]))
+    for name, columns in (("rtx4090", 64), ("a100", 32), ("h200", 0), ("rtx4090", 64)):
+        with tuned.card(name):
+            assert found() == columns
+    assert found() == 0
 
 
 def test_a_file_of_something_else_is_not_read(folder):
