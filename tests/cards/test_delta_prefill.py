@@ -34,7 +34,7 @@ def draw(case, kind="plain", seed=0):
     ab = rng.normal(size=(case.tokens, 2 * heads)) * 2
     a_log, dt_bias = rng.uniform(-3, 1, heads), rng.normal(size=heads)
     if kind == "repeated keys":  # I + A is all but singular in float32's eyes: its powers reach 1e18
-        x[:] = x[0]
+        x[:, : 2 * case.key_heads * case.dim] = x[0, : 2 * case.key_heads * case.dim]
         a_log[:], ab[:, heads:] = -9, 6
     elif kind == "g = -50":  # and every seventh token of the first head does not decay at all
         a_log[:], dt_bias[:], ab[:, :heads] = 0, 0, 50
@@ -114,8 +114,8 @@ def check(case, arguments):
     out, conv, recurrent = run(arguments)
     want, state = oracle(case, mixed, arguments)
     slot = case.slots - 1
-    assert relative(recurrent[slot], state) <= 1e-6
-    assert relative(out[: case.count], want[: case.count]) <= 4e-3
+    assert relative(recurrent[slot], state) <= 5e-7  # float32, as good as it gets
+    assert relative(out[: case.count], want[: case.count]) <= 2e-3  # two roundings to bf16 are 1.6e-3
     assert not np.asarray(out[case.count :], np.float32).any()
     # The window is what the convolution has seen last; the other slots keep every bit.
     window = np.concatenate([arguments[CONV][slot], arguments[PROJECTED][:, : case.channels]])
