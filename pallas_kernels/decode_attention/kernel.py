@@ -145,7 +145,7 @@ def _split_kernel(q_ref: Any, *refs: Any, shape: SplitShape) -> None:
     k, ks, v, vs = leaves if len(leaves) == 4 else (leaves[0], None, leaves[1], None)
     split, head, slot = (pl.program_id(i) for i in range(3))
     count = launch.load(filled, (slot,))
-    # Pages of this split, and the steps they take.
+    # Pages of this split, each walked in `parts` steps. A block without any writes nothing, and `merge` knows.
     mine = (-(-count // PAGE) - split + shape.splits - 1) // shape.splits
     parts = PAGE // shape.tokens
 

@@ -34,7 +34,8 @@ def merge(
     """`[slots * rows, query_heads * head_dim]` in projected's dtype.
 
     sums float32 `[slots, kv_heads, splits, rows * group, head_dim]`; tops (base 2) and totals float32, without the last
-    axis: the largest score and the sum of 2^(score - top), times what sums are times. Splits from ceil(filled / page) on were never written.
+    axis: the largest score, and the sum of 2^(score - top) times a constant that sums are times, too. Splits from
+    ceil(filled / page) on were never written.
     """
     slots, kv_heads, splits, columns, head_dim = sums.shape
     heads = kv_heads * (columns // rows)

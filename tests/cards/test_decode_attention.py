@@ -205,8 +205,10 @@ def captured(monkeypatch):
 
 
 def fma_f16x2(a, b, c):
-    halves = [[((v >> np.uint32(s)) & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64) for s in (0, 16)] for v in (a, b, c)]
-    low, high = ((x * y + z).astype(np.float16).view(np.uint16).astype(np.uint32) for x, y, z in zip(*halves))
+    def halves(v):
+        return [((v >> np.uint32(s)) & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64) for s in (0, 16)]
+
+    low, high = ((x * y + z).astype(np.float16).view(np.uint16).astype(np.uint32) for x, y, z in zip(*map(halves, (a, b, c))))
     return low | high << 16
 
 
