@@ -61,7 +61,7 @@ class Case:
         return kernel.prefill_attention(*arguments, format=self.format, interpret=interpret)
 
     def sample(self, key: jax.Array) -> list[Any]:
-        """Random arguments for `call`: keys and values of about 1, queries whose scores are about 2, pages in any order."""
+        """Random arguments for `call`: keys, values and scores of about 1, pages in any order."""
         q, projected, pool, _, _, _ = self.arguments()
         keys = jax.random.split(key, 5)
         vectors = (self.filled, self.kv_heads, self.head_dim)
@@ -70,7 +70,7 @@ class Case:
         pool = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), pool)
         fill = jax.jit(functools.partial(append, format=self.format), donate_argnums=0)
         return [
-            jax.random.normal(keys[3], q.shape) * 2 / self.head_dim**0.5,
+            jax.random.normal(keys[3], q.shape) / self.head_dim**0.5,
             jax.random.normal(keys[4], projected.shape, projected.dtype),
             fill(pool, k, v, table, jnp.arange(self.filled)),
             table,
@@ -86,7 +86,7 @@ class Case:
     @property
     def allowed_error(self) -> float:
         # Of bf16, 2.8e-3 are the roundings of result, gate and product; the reference's gate is rounded more often.
-        return 1e-5 if self.format == "f32" else 5.5e-3
+        return 1e-5 if self.format == "f32" else 4.5e-3
 
     @property
     def weight_bytes(self) -> int:
@@ -127,7 +127,7 @@ class Case:
         if self.format == "f32":
             return 0
         rows = self.shape.tiles * self.shape.config.rows
-        turned = rows * self.kv_heads * self.head_dim * pages.SEGMENT * 2 if kv_codecs.uses_rotation(self.format) else 0
+        turned = rows * self.kv_heads * self.head_dim * pages.SEGMENT * 2
         return (self.multiply_adds + turned) // 2048
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
@@ -26,7 +27,7 @@ from pallas_kernels.prefill_attention.pages import SEGMENT
 
 _NEVER = -1e30  # a score below every real one; finite, so that a masked score gives no NaN
 _LOG2E = 1.4426950408889634
-PART = 16  # dims of the epilogue at a time: its matrix has to fit beside the sums
+PART = 16  # dims of the epilogue at a time: they have to fit beside the sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,8 @@ def default_config(format: str) -> Config:
     """
     if format == "f32":
         return Config(rows=16, keys=16)
-    return Config(keys=16 if format == "bf16" else 32)
+    # The scales of 8-bit codes need registers of their own.
+    return {"int8": Config(keys=16, stages=2), "rk8v4": Config(keys=16)}.get(format, Config())
 
 
 @functools.partial(jax.jit, static_argnames=("format", "config", "interpret"))
@@ -77,7 +79,7 @@ def prefill_attention(
     out = jax.ShapeDtypeStruct((tokens, query_heads * head_dim), projected.dtype)
     operands = [_pack_queries(q, count, shape), projected, table, jnp.reshape(start, (1,)), jnp.reshape(count, (1,))]
     operands += [a for part in pool for a in (part.codes, part.scales) if a is not None]
-    operands += [jnp.asarray(pages.inverse_rotation(), jnp.bfloat16)]
+    operands += [jnp.asarray(pages.inverse_rotation() if shape.rotated else np.eye(SEGMENT), jnp.bfloat16)]
     return launch.launch(
         functools.partial(_kernel, shape=shape),
         name=f"prefill_attention_{format.replace('-', '_')}",
@@ -116,6 +118,10 @@ class Shape:
     @property
     def segments(self) -> range:
         return range(self.head_dim // SEGMENT)
+
+    @property
+    def rotated(self) -> bool:
+        return layout_of(self.format, "v").rotated
 
     def kind(self, part: str) -> str:
         return layout_of(self.format, part).kind
@@ -161,14 +167,13 @@ def _kernel(q_ref: Any, projected_ref: Any, table_ref: Any, start_ref: Any, coun
     _, total, sums, nothing = jax.lax.fori_loop(0, seen, walk, carry)
     inverse = _inverse(jnp.where(total > 0, total, 1.0), shape.interpret)
     block = _Block(shape, first_row + nothing, head, count)
-    rotated = layout_of(shape.format, "v").rotated
     for g, values in zip(shape.segments, sums):
         values = values * inverse[:, None]
-        if not rotated:
+        if shape.format == "f32":
             block.store(projected_ref, o_ref, g * SEGMENT, values)
             continue
         for at in range(0, SEGMENT, PART):
-            block.store(projected_ref, o_ref, g * SEGMENT + at, _rotate_back(values, turn_ref, at))
+            block.store(projected_ref, o_ref, g * SEGMENT + at, _turn(values, turn_ref, at))
 
 
 class _Block:
@@ -221,10 +226,11 @@ def _step(
 
     scores = jnp.zeros((shape.config.rows, keys), jnp.float32)
     for g in shape.segments:
-        k = pages.segment(shape.kind("k"), *k_refs, page, head, g, tokens, None, shape.interpret)
+        k, scale = pages.segment(shape.kind("k"), *k_refs, page, head, g, tokens, None, shape.interpret)
         # Read again for every page: with them in registers, sums would not fit beside.
         q = launch.load(q_ref, (head, pl.ds(first_row, shape.config.rows), pl.ds(g * SEGMENT, SEGMENT)))
-        scores += launch.dot(q, k.T, exact=exact)
+        product = launch.dot(q, k.T, exact=exact)
+        scores += product if scale is None else product * scale[None]
     # Masked everywhere: it is one instruction in twenty, and a second loop without it takes registers the sums need.
     position = start + jnp.minimum(_row_token(shape, first_row + nothing), last)
     visible = jnp.broadcast_to(token[None], scores.shape) <= jnp.broadcast_to(position[:, None], scores.shape)
@@ -235,8 +241,9 @@ def _step(
     total = total * shrink + jnp.sum(p, axis=1)
     new_sums = []
     for g, values in zip(shape.segments, sums):
-        v = pages.segment(shape.kind("v"), *v_refs, page, head, g, tokens, inside, shape.interpret)
-        new_sums.append(values * shrink[:, None] + launch.dot(p.astype(v.dtype), v, exact=exact))
+        v, scale = pages.segment(shape.kind("v"), *v_refs, page, head, g, tokens, inside, shape.interpret)
+        weights = (p if scale is None else p * scale[None]).astype(v.dtype)
+        new_sums.append(values * shrink[:, None] + launch.dot(weights, v, exact=exact))
     return new_top, total, tuple(new_sums), nothing + jnp.minimum(page, 0)
 
 
@@ -259,8 +266,8 @@ def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
     return launch.packed(asm, jax.nn.sigmoid, x, dtype=jnp.float32, interpret=interpret, pack=1)
 
 
-def _rotate_back(values: jax.Array, turn_ref: Any, at: int) -> jax.Array:
-    """Dims `at : at + PART` of float32 `[rows, 64]` turned by `turn_ref`, to 16 significant bits."""
+def _turn(values: jax.Array, turn_ref: Any, at: int) -> jax.Array:
+    """Dims `at : at + PART` of float32 `[rows, 64]` times the matrix in `turn_ref`, to 16 significant bits."""
     turn = launch.load(turn_ref, (pl.ds(0, SEGMENT), pl.ds(at, PART)))
     high = values.astype(jnp.bfloat16)
     low = (values - high.astype(jnp.float32)).astype(jnp.bfloat16)

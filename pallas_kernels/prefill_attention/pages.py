@@ -46,8 +46,9 @@ def to_stored_order(x: jax.Array) -> jax.Array:
 
 def segment(
     kind: str, codes_ref: Any, scales_ref: Any, page: Any, head: Any, g: int, tokens: Any, inside: jax.Array | None, interpret: bool
-) -> jax.Array:
-    """Dims `64 g : 64 g + 64` of some tokens of a page, `[tokens, 64]` bf16 (float32 of float32 pages).
+) -> tuple[jax.Array, jax.Array | None]:
+    """Dims `64 g : 64 g + 64` of some tokens of a page: exact bf16 (float32 of float32 pages) `[tokens, 64]`, and what is left
+    to multiply them by, float32 `[tokens]` (None: nothing).
 
     kind: `float`, `int8`, `int4` or `e8`, as in `kv_codecs.formats`.
     tokens: `pl.ds` within the page. inside: mask `[tokens]` of those that mean something, None for all. Four-bit pages
@@ -56,13 +57,14 @@ def segment(
     if kind in ("int4", "e8"):
         words = launch.load(codes_ref, (page, head, tokens, pl.ds(g * WORDS, WORDS)))
         scales = launch.load(scales_ref, (page, head, tokens, pl.ds(g * SCALES, SCALES)))
-        return four_bit(words, scales, kind == "e8", interpret)
+        return four_bit(words, scales, kind == "e8", interpret), None
     dims = (page, head, tokens, pl.ds(g * SEGMENT, SEGMENT))
     if kind == "int8":
-        return eight_bit(launch.load(codes_ref, dims), launch.load(scales_ref, (page, head, tokens, g), inside), interpret)
+        scale = launch.load(scales_ref, (page, head, tokens, g), inside).astype(jnp.float32)
+        return eight_bit(launch.load(codes_ref, dims), interpret), scale
     mask = None if inside is None else jnp.broadcast_to(inside[:, None], (*inside.shape, SEGMENT))
     values = launch.load(codes_ref, dims, mask)
-    return jax.lax.bitcast_convert_type(values, jnp.bfloat16) if values.dtype == jnp.uint16 else values
+    return (jax.lax.bitcast_convert_type(values, jnp.bfloat16) if values.dtype == jnp.uint16 else values), None
 
 
 def four_bit(words: jax.Array, scales: jax.Array, lattice: bool, interpret: bool) -> jax.Array:
@@ -149,25 +151,18 @@ def _with_parity(low: jax.Array, high: jax.Array, interpret: bool) -> jax.Array:
     return launch.packed(asm, twin, low, high, dtype=jnp.int16, interpret=interpret)
 
 
-def eight_bit(codes: jax.Array, scales: jax.Array, interpret: bool) -> jax.Array:
-    """bf16 of int8 codes `[tokens, n]` times float16 scales `[tokens]`, rounded once."""
-    scale = scales.astype(jnp.float32)
-    high = scale.astype(jnp.bfloat16)
-    low = (scale - high.astype(jnp.float32)).astype(jnp.bfloat16)  # the other three bits: exact
-    high, low = (jnp.broadcast_to(s[:, None], codes.shape) for s in (high, low))
+def eight_bit(codes: jax.Array, interpret: bool) -> jax.Array:
+    """Exact bf16 of int8 codes."""
     asm = (
-        "{ .reg .b32 m, o, c;"
+        "{ .reg .b32 m, o, one;"
         f"lop3.b32 m, $1, 0x007F007F, 0x43004300, {_AND_OR:#x}; lop3.b32 o, $1, 0x00800080, 0xC300C300, {_AND_OR:#x};"
-        "mov.b32 c, 0x3F803F80; fma.rn.bf16x2 c, m, c, o;"  # the code
-        "mov.b32 o, 0x80008000; fma.rn.bf16x2 m, c, $3, o; fma.rn.bf16x2 $0, c, $2, m; }"
+        "mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, m, one, o; }"
     )
 
-    def twin(bits: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
-        code = ((bits.astype(jnp.int32) & 255 ^ 128) - 128).astype(jnp.float32)
-        small = (code * low.astype(jnp.float32)).astype(jnp.bfloat16).astype(jnp.float32)
-        return (code * high.astype(jnp.float32) + small).astype(jnp.bfloat16)
+    def twin(bits: jax.Array) -> jax.Array:
+        return ((bits.astype(jnp.int32) & 255 ^ 128) - 128).astype(jnp.bfloat16)
 
     # Nothing is added, but the compiler sees an operand it cannot load: it would otherwise move codes through shared memory
     # and unpack them behind it, in every warp instead of once.
     nothing = jnp.where(jax.lax.broadcasted_iota(jnp.int32, codes.shape, 0) < 0, jnp.int16(1), jnp.int16(0))
-    return launch.packed(asm, twin, codes.astype(jnp.int16) | nothing, high, low, dtype=jnp.bfloat16, interpret=interpret)
+    return launch.packed(asm, twin, codes.astype(jnp.int16) | nothing, dtype=jnp.bfloat16, interpret=interpret)

@@ -88,9 +88,7 @@ def test_kernel_against_float64(case):
     """45 valid rows of 50, on their own or after 128 other tokens; the rest gives zeros."""
     arguments, got = plain(case)
     want = oracle(case, *arguments)
-    # Keys and values of eight bits are rounded to bf16, the others are exact there; queries and weights always are.
-    allowed = {"f32": 1e-5, "int8": 5e-3, "rk8v4": 5e-3}.get(case.format, 4e-3)
-    assert relative(got[: case.count], want) <= allowed
+    assert relative(got[: case.count], want) <= (1e-5 if case.format == "f32" else 4e-3)
     assert not got[case.count :].any()
 
 
@@ -145,8 +143,8 @@ def test_weights_far_below_the_largest_still_count():
     arguments = [q, projected, pool._replace(k=type(pool.k)(keys)), table, start, count]
     got, want = run(case, arguments)[: case.count], oracle(case, *arguments)
     first = oracle(case, *arguments[:4], np.int32(0), np.int32(1))[0]
-    gates = [1 / (1 + np.exp(-np.asarray(projected, np.float64)[: case.count].reshape(case.count, -1, case.head_dim)[:, 1::2]))]
-    gates = gates[0][:, : case.heads].reshape(case.count, -1)
+    gates = np.asarray(projected, np.float64)[: case.count].reshape(case.count, -1, case.head_dim)[:, 1 : 2 * case.heads : 2]
+    gates = (1 / (1 + np.exp(-gates))).reshape(case.count, -1)
     alone = first / gates[0] * gates
     assert relative(got - alone, want - alone) < 0.1
 
@@ -166,7 +164,7 @@ def captured(monkeypatch):
 
 
 def test_ptx_says_what_its_twins_say(captured):
-    """Every scale byte beside every nibble, plain and lattice; every 8-bit code beside scales of all sizes."""
+    """Every scale byte beside every nibble, plain and lattice; every 8-bit code."""
     rng = np.random.default_rng(0)
     words = jnp.asarray(rng.integers(0, 2**32, size=(256, 32), dtype=np.uint32))
     scales = jnp.broadcast_to(jnp.arange(256, dtype=jnp.uint8)[:, None], (256, 8))
@@ -174,11 +172,8 @@ def test_ptx_says_what_its_twins_say(captured):
         got = np.asarray(pages.four_bit(words, scales, lattice, False), np.float64)
         want = decoded(np.asarray(words)[None, None], np.asarray(scales)[None, None], lattice)[0, 0]
         np.testing.assert_array_equal(got, np.asarray(pages.to_stored_order(jnp.asarray(want, jnp.float32)), np.float64))
-    codes = jnp.broadcast_to(jnp.arange(-128, 128, dtype=jnp.int8)[:, None], (256, 64))
-    sizes = jnp.asarray(2.0 ** rng.uniform(-14, 15, size=256), jnp.float16)
-    got = np.asarray(pages.eight_bit(codes, sizes, False), np.float64)
-    want = np.asarray(codes, np.float64) * np.asarray(sizes, np.float64)[:, None]
-    np.testing.assert_array_equal(got, want.astype(ml_dtypes.bfloat16).astype(np.float64))
+    codes = jnp.asarray(rng.permutation(np.tile(np.arange(-128, 128), 64)), jnp.int8).reshape(256, 64)
+    np.testing.assert_array_equal(np.asarray(pages.eight_bit(codes, False), np.int32), codes)
     assert len(captured) == 8 + 2 + 8 + 1
     for asm, arguments, twin, pack in captured:
         inputs = [r for a in arguments for r in ptx.registers(a, pack)]
@@ -205,8 +200,8 @@ def test_compiled_for_a_4090(case):
     assert row.conversions == 0
     # Beyond pages, queries, gates and results: the packed queries, written and read.
     assert row.bytes_moved <= 1.05 * row.ideal_bytes + 4 * case.tokens * case.heads * case.head_dim
-    # Tensor cores are the limit, with half of the instructions to spare once the walk is long.
+    # Tensor cores are the limit: instructions become one at half a thread instruction a multiply-add.
     assert row.limit == "tensor"
     if case.filled >= cases.LONG:
         instructions = row.thread_instructions_per_byte * case.weight_bytes / row.multiply_adds
-        assert instructions <= (0.18 if case.format.startswith("rk4v4") else 0.22)
+        assert instructions <= {"rk8v4": 0.26, "int8": 0.29, "bf16": 0.09}.get(case.format, 0.18)
