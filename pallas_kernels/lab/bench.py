@@ -187,7 +187,7 @@ def copy_program(x: Any, one: Any) -> Program:
 
 
 def table(found: list[Timing]) -> str:
-    lines = [f"{'case':34} {'us':>9} {'spread':>7} {'GB/s':>7} {'of copy':>7}"]
+    lines = [f"{'case':42} {'us':>9} {'spread':>7} {'GB/s':>7} {'of copy':>7}"]
     for t in found:
-        lines.append(f"{t.op + '/' + t.case:34.34} {t.median_us:9.1f} {t.spread:7.1%} {t.gb_s:7.0f} {t.fraction:7.1%}")
+        lines.append(f"{t.op + '/' + t.case:42.42} {t.median_us:9.1f} {t.spread:7.1%} {t.gb_s:7.0f} {t.fraction:7.1%}")
     return "\n".join(lines)

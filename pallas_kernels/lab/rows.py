@@ -130,13 +130,13 @@ def moved_bytes(report: inspect.Report) -> int:
 def table(rows: list[Row]) -> str:
     """The rows as fixed-width text."""
     head = (
-        f"{'case':34} {'regs':>4} {'spill':>5} {'smem':>6} {'b/SM':>4} {'occ':>5} {'mma':>4} "
+        f"{'case':42} {'regs':>4} {'spill':>5} {'smem':>6} {'b/SM':>4} {'occ':>5} {'mma':>4} "
         f"{'bytes/ideal':>11} {'L2 asks':>7} {'instr/B':>7} {'us':>8} limit"
     )
     lines = [head]
     for r in rows:
         lines.append(
-            f"{r.op + '/' + r.case:34.34} {r.registers:4} {r.spill_bytes:5} {r.smem_bytes:6} {r.blocks_per_sm:4} "
+            f"{r.op + '/' + r.case:42.42} {r.registers:4} {r.spill_bytes:5} {r.smem_bytes:6} {r.blocks_per_sm:4} "
             f"{r.occupancy:5.0%} {r.tensor_core_instructions:4} {r.bytes_moved / r.ideal_bytes:11.3f} "
             f"{r.requested_bytes / r.ideal_bytes:7.2f} {r.thread_instructions_per_byte:7.2f} {r.modelled_us:8.1f} {r.limit}"
         )
