@@ -77,7 +77,7 @@ def prefill_attention(
     config = config or default_config(format)
     shape = Shape(tokens, query_heads, kv_heads, head_dim, table.shape[0], format, config, interpret)
     out = jax.ShapeDtypeStruct((tokens, query_heads * head_dim), projected.dtype)
-    operands = [_pack_queries(q, count, shape), projected, table, jnp.reshape(start, (1,)), jnp.reshape(count, (1,))]
+    operands = [_pack_queries(q, shape), projected, table, jnp.reshape(start, (1,)), jnp.reshape(count, (1,))]
     operands += [a for part in pool for a in (part.codes, part.scales) if a is not None]
     operands += [jnp.asarray(pages.inverse_rotation() if shape.rotated else np.eye(SEGMENT), jnp.bfloat16)]
     return launch.launch(
@@ -127,10 +127,9 @@ class Shape:
         return layout_of(self.format, part).kind
 
 
-def _pack_queries(q: jax.Array, count: jax.Array, shape: Shape) -> jax.Array:
-    """Queries `[Hkv, rows of all tiles, D]` in units of log2(e), in the type and order of the keys, zeros where not valid."""
-    valid = jax.lax.broadcasted_iota(jnp.int32, q.shape, 0) < count
-    q = jnp.where(valid, q * _LOG2E, 0.0)
+def _pack_queries(q: jax.Array, shape: Shape) -> jax.Array:
+    """Queries `[Hkv, rows of all tiles, D]` in units of log2(e), in the type and order of the keys."""
+    q = q * _LOG2E
     if shape.format != "f32":
         q = q.astype(jnp.bfloat16)
     if shape.kind("k") in ("int4", "e8"):
@@ -227,7 +226,7 @@ def _step(
     scores = jnp.zeros((shape.config.rows, keys), jnp.float32)
     for g in shape.segments:
         k, scale = pages.segment(shape.kind("k"), *k_refs, page, head, g, tokens, None, shape.interpret)
-        # Read again for every page: with them in registers, sums would not fit beside.
+        # Loaded in here, queries stay in shared memory; loaded before the loop, they would take registers the sums need.
         q = launch.load(q_ref, (head, pl.ds(first_row, shape.config.rows), pl.ds(g * SEGMENT, SEGMENT)))
         product = launch.dot(q, k.T, exact=exact)
         scores += product if scale is None else product * scale[None]

@@ -45,8 +45,9 @@ def to_stored_order(x: jax.Array) -> jax.Array:
 
 
 def segment(
-    kind: str, codes_ref: Any, scales_ref: Any, page: Any, head: Any, g: int, tokens: Any, inside: jax.Array | None, interpret: bool
-) -> tuple[jax.Array, jax.Array | None]:
+    kind: str, codes_ref: Any, scales_ref: Any, page: Any, head: Any, g: int, tokens: Any, inside: jax.Array | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Dims `64 g : 64 g + 64` of some tokens of a page: exact bf16 (float32 of float32 pages) `[tokens, 64]`, and what is left
     to multiply them by, float32 `[tokens]` (None: nothing).
 
