@@ -1,4 +1,4 @@
-"""Checkpoints in: opens a Hugging Face checkpoint, checks it and fills the tensors an engine asks for.
+"""Checkpoints and artifacts in: opens a Hugging Face checkpoint, checks it and fills the tensors an engine asks for.
 
     checkpoint = Checkpoint.open("Qwen3.8-27B")
     parameters = load_parameters(checkpoint, specs, device_put=jax.device_put)
@@ -6,6 +6,7 @@
 
 from pathlib import Path
 
+from weights.artifact import Artifact, ArtifactError, is_artifact
 from weights.checkpoint import Checkpoint, canonical_name
 from weights.fill import TensorSpec, iter_parameters, load_parameters
 from weights.quantised import ParameterSpec, Stored, join, quantise_tensors
@@ -13,6 +14,8 @@ from weights.safetensors_file import CheckpointError, TensorInfo
 from weights.save import save_checkpoint
 
 __all__ = [
+    "Artifact",
+    "ArtifactError",
     "Checkpoint",
     "CheckpointError",
     "ParameterSpec",
@@ -20,6 +23,7 @@ __all__ = [
     "TensorInfo",
     "TensorSpec",
     "canonical_name",
+    "is_artifact",
     "iter_parameters",
     "join",
     "load_parameters",

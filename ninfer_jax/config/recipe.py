@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,28 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A format per role (attention, gdn, gdn_gate, mlp, mtp, head, embed); convolutions and norms are never quantised."""
+    """A format per role (attention, gdn, gdn_gate, mlp, mtp, head, embed); convolutions and norms are never quantised.
+
+    overrides: formats of single projections, by name ("layers.3.mlp.down_proj"), where a checkpoint's own codes were kept.
+    """
 
     name: str
     formats: Mapping[str, WeightFormat]
+    overrides: Mapping[str, WeightFormat] = dataclasses.field(default_factory=dict)
+
+    def with_groups(self, groups: Mapping[str, tuple[str, int]]) -> Recipe:
+        """The same, but with other groups for single projections: name -> (role, group)."""
+        changed = {name: dataclasses.replace(self.formats[role], group=group) for name, (role, group) in groups.items()}
+        return dataclasses.replace(self, overrides={n: f for n, f in changed.items() if f != self.formats[groups[n][0]]})
+
+    def as_json(self) -> dict[str, Any]:
+        """Name and formats; the overrides are each parameter's own business there."""
+        return {"name": self.name, "formats": {role: dataclasses.asdict(f) for role, f in self.formats.items()}}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Recipe:
+        """What `as_json` gave; KeyError or TypeError for anything else."""
+        return cls(content["name"], {role: WeightFormat(**f) for role, f in content["formats"].items()})
 
 
 _W4, _W8 = WeightFormat(4, 64), WeightFormat(8, 32)

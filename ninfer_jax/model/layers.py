@@ -100,7 +100,16 @@ class QuantisedLinear(nnx.Module):
     def __init__(self, n_in: int, outputs: int | Mapping[str, int], dtype: jnp.dtype, role: str, format: WeightFormat):
         parts = None if isinstance(outputs, int) else tuple(outputs.items())
         n_out = outputs if parts is None else sum(columns for _, columns in parts)
-        self.format, self.shape = format, (n_in, n_out)
+        self.format, self.shape, self._parts, self._role = format, (n_in, n_out), parts, role
+        self._describe()
+
+    def reformat(self, format: WeightFormat) -> None:
+        """Describe the weight again, in another format, before it is filled."""
+        self.format = format
+        self._describe()
+
+    def _describe(self) -> None:
+        format, (n_in, n_out), parts, role = self.format, self.shape, self._parts, self._role
         described, stored = quantised.structure(n_in, n_out, format.bits, format.group), Stored("matrix", format.bits, format.group)
         for field in stored.fields:
             array = getattr(described, field)

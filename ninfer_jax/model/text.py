@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -90,6 +92,18 @@ class TextModel(nnx.Module):
             self.lm_head = projection(config.hidden_size, config.vocab_size, dtype, "head", recipe)
         if mtp:
             self.mtp = MTPHead(config, dtype, recipe)
+        for name, format in recipe.overrides.items() if recipe else ():
+            if name.partition(".")[0] != "mtp" or mtp:
+                self._projection(name).reformat(format)
+
+    def _projection(self, name: str) -> QuantisedLinear:
+        """The quantised projection called `name`; ValueError if there is none."""
+        found: Any = self
+        for part in name.split("."):
+            found = found[int(part)] if part.isdecimal() and int(part) < len(found) else getattr(found, part, None)
+        if not isinstance(found, QuantisedLinear):
+            raise ValueError(f"recipe: overrides name {name}, the model has no quantised projection of that name")
+        return found
 
     @property
     def has_mtp(self) -> bool:

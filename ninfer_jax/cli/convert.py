@@ -1,0 +1,49 @@
+"""`ninfer-jax convert`: a checkpoint in, a quantised artifact out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory (safetensors, plain or quantised), or a .gguf file.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The artifact's directory: empty, not there, or interrupted.")],
+    recipe: Annotated[str, typer.Option(help="Formats of the weights: q4 or w8.")] = "q4",
+) -> None:
+    """Quantise a checkpoint, or keep its own 4-bit codes, for `generate` to run."""
+    console = Console(stderr=True, highlight=False, emoji=False)
+    try:
+        _run(console, source, destination, recipe)
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command goes on from here", style="dim", soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def _run(console: Console, source: Path, destination: Path, recipe: str) -> None:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # a card's memory is for the engine, and its rounding is not the CPU's
+    from ninfer_jax.engine.convert import convert as run
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(f"{stage:8s}", total=total)
+            bar.update(tasks[stage], completed=done)
+
+        artifact = run(source, destination, recipe, progress=show)
+    for note in artifact.manifest["notes"]:
+        console.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
+    about = artifact.manifest["source"]["format"]
+    console.print(f"{destination}: {artifact.nbytes / 1e9:.2f} GB, recipe {recipe}, from {about}", style="dim", markup=False, soft_wrap=True)

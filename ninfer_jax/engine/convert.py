@@ -1,0 +1,58 @@
+"""From a checkpoint in any known format to an artifact: what `ninfer-jax convert` does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from ninfer_jax.config import ModelConfig, Recipe, recipe as recipe_called
+from ninfer_jax.model import TextModel, parameters_of
+from ninfer_jax.text import Tokenizer
+from weights import Artifact
+from weights.convert import Plan, Progress, check_tensors, parameter_key, repackable, write_artifact
+from weights.sources import Source, open_source
+
+
+def convert(
+    source: str | Path, destination: str | Path, recipe: str | Recipe = "q4", *, progress: Progress | None = None
+) -> Artifact:
+    """Quantise the checkpoint `source` by a recipe into the artifact directory `destination`; an interrupted conversion
+    goes on where it was. progress: called with (stage, bytes done, bytes in all).
+
+    ValueError, one line: a source or a recipe that does not fit, and what `weights.convert.write_artifact` refuses.
+    """
+    wanted = recipe_called(recipe) if isinstance(recipe, str) else recipe
+    found = open_source(source)
+    return write_artifact(found, plan(found, wanted), destination, recipe=wanted.as_json(), progress=progress)
+
+
+def plan(source: Source, recipe: Recipe) -> Plan:
+    """Which parameters there are, in which formats: the recipe's, with the group of the source where its 4-bit codes can be
+    kept. Checks the source's config, tokenizer and tensors on the way."""
+    config = ModelConfig.from_hf(source.config)
+    _check_tokenizer(source, config)
+    mtp = config.mtp_layers > 0 and source.has_mtp
+    specs = parameters_of(TextModel(config, jnp.bfloat16, mtp=mtp, recipe=recipe))
+    check_tensors(source, specs, ignore=() if config.mtp_layers else ("mtp.",))
+    groups, notes = repackable(specs, source)
+    roles = {spec.name: spec.role for spec in specs if spec.stored is not None}
+    own = recipe.with_groups({name: (roles[name], group) for name, group in groups.items()})
+    specs = parameters_of(TextModel(config, jnp.bfloat16, mtp=mtp, recipe=own))
+    made = {parameter_key(s): "kept" if s.stored is None else "repacked" if s.name in groups else "quantised" for s in specs}
+    if config.mtp_layers and not mtp:
+        notes.append("the source has no MTP tensors: no drafting with this artifact")
+    return Plan(specs, made, notes)
+
+
+def _check_tokenizer(source: Source, config: ModelConfig) -> None:
+    if "tokenizer.json" not in source.companions:
+        raise ValueError(f"{source.path}: no tokenizer.json beside the weights; a checkpoint needs this file")
+    try:
+        specification = json.loads(source.companions["tokenizer.json"])
+    except ValueError as error:
+        raise ValueError(f"{source.path}: tokenizer.json is not JSON ({error})") from None
+    ids = Tokenizer(specification).vocab_size
+    if ids > config.vocab_size:
+        raise ValueError(f"{source.path}: tokenizer.json has {ids} ids, the model a vocab_size of {config.vocab_size}")

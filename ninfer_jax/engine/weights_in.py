@@ -1,0 +1,124 @@
+"""The weights of a model directory, whether it is a checkpoint or an artifact, as an engine takes them.
+
+On a GPU an artifact's arrays are used as they are. On a CPU nothing multiplies 4-bit codes faster than plain numbers, so
+they are expanded once, to the numbers they stand for, and the plain model runs over those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ninfer_jax.config import ModelConfig, Recipe
+from ninfer_jax.model import TextModel, fill, fill_arrays, parameter_specs, parameters_of, split_model
+from pallas_kernels import embedding
+from pallas_kernels.matmul import QuantisedWeight, dequantise
+from weights import Artifact, ArtifactError, Checkpoint, ParameterSpec, is_artifact, load_parameters
+
+Tell = Callable[[int, int], None]
+
+
+class CheckpointWeights:
+    """Of a Hugging Face checkpoint directory; `recipe` is None, whatever the device."""
+
+    def __init__(self, path: Path):
+        self._checkpoint = Checkpoint.open(path)
+        self.has_mtp = self._checkpoint.has_mtp
+
+    def recipe(self, platform: str) -> Recipe | None:
+        return None
+
+    def parameters(self, model: TextModel, tell: Tell) -> nnx.State:
+        """The filled parameters of `model`, whose weights are in its dtype."""
+        arrays = load_parameters(
+            self._checkpoint, parameter_specs(model), ignore_prefixes=() if model.has_mtp else ("mtp.",),
+            progress=lambda done, total, name: tell(done, total),
+        )  # fmt: skip
+        return fill(split_model(model)[1], arrays)
+
+
+class ArtifactWeights:
+    """Of an artifact directory."""
+
+    def __init__(self, path: Path):
+        self.artifact = Artifact.open(path)
+        self.has_mtp = self.artifact.has_mtp
+
+    def recipe(self, platform: str) -> Recipe | None:
+        """The formats that the model is to be built with: the artifact's on a GPU, none on a CPU."""
+        return None if platform == "cpu" else stored_recipe(self.artifact)
+
+    def parameters(self, model: TextModel, tell: Tell) -> nnx.State:
+        """The filled parameters of `model`, quantised or plain as it is."""
+        skip = () if model.has_mtp else ("mtp",)
+
+        def progress(done: int, total: int, group: str) -> None:
+            tell(done, total)
+
+        _, described = split_model(model)
+        if any(spec.stored for spec in parameters_of(model)):
+            return fill_arrays(described, self.artifact.load(jax.device_put, skip=skip, progress=progress))
+        specs = self._specs(model.config, model.has_mtp)
+        dtypes = {t.name: jnp.dtype(t.dtype) for t in parameter_specs(model)}
+        tensors: dict[str, np.ndarray] = {}
+        for arrays in self.artifact.read_groups(skip=skip, progress=progress):
+            while arrays:
+                spec = specs[next(iter(arrays))]
+                tensors |= {name: array.astype(dtypes[name]) for name, array in expand(spec, arrays).items()}
+        return fill(described, tensors)
+
+    def _specs(self, config: ModelConfig, mtp: bool) -> dict[str, ParameterSpec]:
+        """The quantised model's parameters, by the name of each of their arrays."""
+        quantised = parameters_of(TextModel(config, jnp.bfloat16, mtp=mtp, recipe=stored_recipe(self.artifact)))
+        found = {f"{s.name}.{field}" if s.name else field: s for s in quantised for field in s.arrays}
+        held = {a.name: a for group, arrays in self.artifact.groups.items() if mtp or group != "mtp" for a in arrays}
+        for name in found.keys() ^ held.keys():
+            where = "the model has no such array" if name in held else "the artifact lacks it"
+            raise ArtifactError(f"{self.artifact.path}: {name}: {where}; config.json and manifest.json do not go together")
+        for name, spec in found.items():
+            array = spec.arrays[name.rpartition(".")[2]]
+            if (held[name].shape, held[name].dtype) != (tuple(array.shape), str(np.dtype(array.dtype))):
+                raise ArtifactError(f"{self.artifact.path}: {name} is {held[name].dtype} {list(held[name].shape)}, the model has {array.dtype} {list(array.shape)}")
+        return found
+
+
+def open_weights(path: Path) -> CheckpointWeights | ArtifactWeights:
+    """ValueError, one line, for a directory that is neither."""
+    return ArtifactWeights(path) if is_artifact(path) else CheckpointWeights(path)
+
+
+def stored_recipe(artifact: Artifact) -> Recipe:
+    """The recipe by which an artifact was made, with the formats of single parameters that kept their source's codes."""
+    try:
+        recipe = Recipe.from_json(artifact.manifest["recipe"])
+        own = {n: (p.role, p.stored.group) for n, p in artifact.parameters.items() if p.stored and p.stored.kind == "matrix"}
+        return recipe.with_groups(own)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{artifact.path}: the manifest's recipe is damaged ({type(error).__name__} {error})") from None
+
+
+def expand(spec: ParameterSpec, arrays: dict[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """The tensors that a parameter stands for, by their names in a checkpoint, float32; its arrays are taken out of
+    `arrays`, where they go by their full names."""
+    own: dict[str, Any] = {field: arrays.pop(f"{spec.name}.{field}" if spec.name else field) for field in spec.arrays}
+    stored, rows = spec.stored, sum(t.shape[0] for t in spec.tensors)
+    if stored is None:
+        (values,) = own.values()
+        values = values.astype(np.float32)
+    elif stored.kind == "matrix":
+        weight = QuantisedWeight(own["words"], own["scales"], stored.bits, stored.group, (spec.tensors[0].shape[1], rows))
+        values = np.asarray(dequantise(jax.tree.map(jnp.asarray, weight))).T
+    else:
+        table = embedding.QuantisedRows(jnp.asarray(own["codes"]), jnp.asarray(own["scales"]), stored.bits, stored.group)
+        values = np.asarray(embedding.lookup(table, jnp.arange(rows), jnp.float32))
+    found, start = {}, 0
+    for tensor in spec.tensors:
+        found[tensor.name] = values[start : start + tensor.shape[0]]
+        start += tensor.shape[0]
+    return found
