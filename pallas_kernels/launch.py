@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from jax.experimental.pallas import triton as _triton
 UPSTREAM_WARNING = r".*Pallas Triton.*deprecated.*"
 warnings.filterwarnings("ignore", message=UPSTREAM_WARNING, category=DeprecationWarning)
 
+_log = logging.getLogger(__name__)
 IMPLEMENTATIONS = ("auto", "pallas", "xla", "triton")
 
 
@@ -130,9 +132,12 @@ def packed(
 
 
 def by_platform(
-    *args: Any, pallas: Callable, xla: Callable, triton: Callable | None = None, impl: str = "auto"
+    *args: Any, pallas: Callable, xla: Callable, triton: Callable | None = None, impl: str = "auto", unfit: str = ""
 ) -> Any:
     """`pallas(*args)` or `xla(*args)`: `auto` takes Pallas on a CUDA GPU and XLA on a CPU.
+
+    unfit: why there is no Pallas kernel for these shapes, if so. `auto` then takes XLA's form everywhere, and says so in
+    the log when that is for a GPU; `pallas` refuses (ValueError).
 
     The choice is made when the program is lowered, so that compiling for a card on a machine without one picks what
     the card will run; within `lowering_for` it is known before, and the other form is not even traced. `pallas` and
@@ -140,6 +145,12 @@ def by_platform(
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: {impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if unfit and impl == "pallas":
+        raise ValueError(unfit)
+    if unfit and impl == "auto":
+        if _platform.get() not in (None, "cpu") or (_platform.get() is None and jax.default_backend() == "gpu"):
+            _log.warning("XLA's form runs instead of a Pallas kernel: %s", unfit)
+        impl = "xla"
     if impl == "auto":
         impl = {None: "auto", "cpu": "xla"}.get(_platform.get(), "pallas")
     if impl == "triton":

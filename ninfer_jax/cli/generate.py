@@ -36,6 +36,9 @@ def generate(
     draft: Annotated[int, _Option(help="Tokens the MTP head drafts a round, 0 to 5.")] = 0,
     slots: Annotated[int, _Option(help="Sequences side by side, 1 to 4.")] = 1,
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
+    pool: Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")] = None,
+    prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
+    programs: Annotated[Path | None, _Option(help="Executables from `ninfer-jax compile`; only from a directory you trust.")] = None,
     seed: Annotated[int | None, _Option(help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, _Option(help="A string that ends the answer; may be given several times.")] = None,
     as_json: Annotated[bool, _Option("--json", help="Print one JSON object instead of streaming.")] = False,
@@ -46,7 +49,7 @@ def generate(
         _run(console, model, _input(source, prompt, messages), as_json, no_thinking,
              dict(max_new_tokens=max_new, temperature=0.0 if greedy else temperature, top_k=top_k, top_p=top_p,
                   min_p=min_p, seed=seed, stop=tuple(stop or ())),
-             dict(context=context, kv=kv, draft=draft, slots=slots, dtype=dtype))  # fmt: skip
+             dict(context=context, kv=kv, draft=draft, slots=slots, dtype=dtype, pool=pool, prefill_chunk=prefill_chunk), programs)  # fmt: skip
     except ValueError as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -55,8 +58,9 @@ def generate(
 
 
 def _run(
-    console: Console, model: str, given: str | list, as_json: bool, no_thinking: bool, sampling: dict[str, Any], shapes: dict[str, Any]
-) -> None:
+    console: Console, model: str, given: str | list, as_json: bool, no_thinking: bool, sampling: dict[str, Any], shapes: dict[str, Any],
+    programs: Path | None,
+) -> None:  # fmt: skip
     # Imported here so that --help and mistakes in the arguments do not wait for JAX.
     from ninfer_jax.config import EngineConfig
     from ninfer_jax.decoding import SamplingParams
@@ -67,7 +71,7 @@ def _run(
     if no_thinking and isinstance(given, str):
         raise ValueError("--no-thinking goes with --messages: raw text has no chat template")
     path = _model_path(model)
-    engine = _load(console, path, config)
+    engine = _load(console, path, config, programs)
     params = engine.default_params(**given_sampling)
     options = {"enable_thinking": False} if no_thinking else {}
     completion = _answer(console, engine, given, params, options, _header(path.name, engine), quiet=as_json)
@@ -115,7 +119,7 @@ def _model_path(model: str) -> Path:
     return tiny_path() if model == "tiny" and not path.exists() else path
 
 
-def _load(console: Console, path: Path, config: Any) -> Engine:
+def _load(console: Console, path: Path, config: Any, programs: Path | None) -> Engine:
     from ninfer_jax.engine import Engine
 
     with _bar(console, TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()) as bar:
@@ -126,7 +130,7 @@ def _load(console: Console, path: Path, config: Any) -> Engine:
                 tasks[stage] = bar.add_task(f"{stage:10s}", total=total)
             bar.update(tasks[stage], completed=done)
 
-        return Engine.load(path, config, progress=show)
+        return Engine.load(path, config, programs=programs, progress=show)
 
 
 def _header(name: str, engine: Engine) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from ninfer_jax.cli.generate import generate
+from ninfer_jax.cli.plan import compile_programs, plan
 
 app = typer.Typer(
     help="Run the hybrid Qwen3.5-family models on one card with fixed shapes.",
@@ -12,12 +13,9 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-@app.callback()
-def _commands() -> None:
-    """Keeps `generate` a subcommand while it is the only one."""
-
-
 app.command()(generate)
+app.command()(plan)
+app.command("compile")(compile_programs)
 
 if __name__ == "__main__":
     app()

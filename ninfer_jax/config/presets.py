@@ -28,6 +28,8 @@ _QWEN_27B = ModelConfig(
     mtp_layers=1,
 )
 
+# Ids that the releases' tokenizer names; the rows of the matrices beyond are padding.
+NAMED_IDS = 248_077
 # The two releases share every shape; weights, tokenizer additions and chat template differ.
 PRESETS: dict[str, ModelConfig] = {"qwen3_6_27b": _QWEN_27B, "qwen3_8_27b": replace(_QWEN_27B)}
 

@@ -20,7 +20,10 @@ from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.model import TextModel, fill, parameter_specs, split_model
+from ninfer_jax.engine.memory import check_memory
 from ninfer_jax.programs import Programs, compilations
+from ninfer_jax.programs.executables import load_into
+from ninfer_jax.programs.setup import resolve
 from ninfer_jax.state import state_shape
 from ninfer_jax.text import ChatTemplate, GenerationDefaults, Tokenizer, render_prompt
 from pallas_kernels.kv_codecs import bytes_per_vector, check_format
@@ -46,11 +49,16 @@ class Engine:
         self._started_at = started_at
 
     @classmethod
-    def load(cls, path: str | Path, config: EngineConfig | None = None, *, progress: LoadProgress | None = None) -> Engine:
+    def load(
+        cls, path: str | Path, config: EngineConfig | None = None, *, programs: str | Path | None = None,
+        progress: LoadProgress | None = None,
+    ) -> Engine:  # fmt: skip
         """Read a Hugging Face checkpoint directory, compile the programs and allocate the state.
 
-        progress: called with ("weights", bytes done, bytes in all) and ("programs", compiled, in all). ValueError, on one
-        line, for anything in the directory or the configuration that does not fit; nothing is ever guessed or made up.
+        programs: a directory that `ninfer-jax compile` wrote for this very configuration and device: its executables are
+        loaded (they are pickles: name only a directory you trust) and nothing is traced or compiled. progress: called with
+        ("programs", compiled, in all) and ("weights", bytes done, bytes in all). ValueError, on one line, for anything in
+        the directory or the configuration that does not fit, memory included; nothing is ever guessed or made up.
         """
         started_at = compilations()
         config = config or EngineConfig()
@@ -68,20 +76,21 @@ class Engine:
         if max(defaults.eos_ids) >= tokenizer.vocab_size:
             raise ValueError(f"{path}: eos_token_id {max(defaults.eos_ids)} is no token, tokenizer.json has {tokenizer.vocab_size} ids")
 
-        on_gpu = jax.default_backend() == "gpu"
-        dtype = jnp.dtype(("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype)
-        kv = check_format(config.kv or ("bf16" if on_gpu else "f32"), model_config.head_dim)
-        shape = state_shape(model_config, config, kv, dtype)
-        model = TextModel(model_config, dtype, mtp=config.draft > 0)
-        _, described = split_model(model)
+        setup = resolve(model_config, tokenizer.vocab_size, config, "cpu" if jax.default_backend() == "cpu" else "cuda")
+        ready = setup.programs()
+        if programs is None:
+            ready.compile_all(lambda done, total: tell("programs", done, total))
+        else:
+            load_into(ready, Path(programs), setup)
+        check_memory(ready)
+        text = setup.text_model()
         arrays = load_parameters(
-            checkpoint, parameter_specs(model), ignore_prefixes=() if config.draft else ("mtp.",),
-            device_put=jax.device_put, progress=lambda done, total, name: tell("weights", done, total),
+            checkpoint, parameter_specs(text), ignore_prefixes=() if config.draft else ("mtp.",),
+            progress=lambda done, total, name: tell("weights", done, total),
         )  # fmt: skip
-        programs = Programs(model, shape, config.prefill_chunk, tokenizer.vocab_size, jax.default_backend())
-        programs.compile_all(lambda done, total: tell("programs", done, total))
-        runner = Runner(programs, fill(described, arrays), programs.allocate())
-        return cls(runner, programs, tokenizer, template, defaults, model_config, started_at)
+        _, described = split_model(text)
+        runner = Runner(ready, fill(described, arrays), ready.allocate())
+        return cls(runner, ready, tokenizer, template, defaults, model_config, started_at)
 
     @property
     def device(self) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from weights import ParameterSpec, TensorSpec
@@ -39,7 +41,7 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(model)
 
 
-def fill(parameters: nnx.State, arrays: MutableMapping[str, jax.Array]) -> nnx.State:
+def fill(parameters: nnx.State, arrays: MutableMapping[str, np.ndarray | jax.Array]) -> nnx.State:
     """`parameters` with every description replaced by the tensors of its name or names, which are taken out of `arrays`:
     tensors that share a parameter are there twice only one parameter at a time. For models without quantised parameters.
 
@@ -48,7 +50,9 @@ def fill(parameters: nnx.State, arrays: MutableMapping[str, jax.Array]) -> nnx.S
     filled = []
     for path, leaf in nnx.to_flat_state(parameters):
         parts = [_take(arrays, t.name, t.shape, leaf.dtype) for t in _tensors(path, leaf)]
-        filled.append((path, leaf.replace(parts[0] if len(parts) == 1 else jnp.concatenate(parts))))
+        # Joined on the host: the device's concatenation would be a program to compile for each shape.
+        array = parts[0] if len(parts) == 1 else np.concatenate([np.asarray(p) for p in parts])
+        filled.append((path, leaf.replace(jax.device_put(array))))
     return nnx.from_flat_state(filled)
 
 
@@ -73,7 +77,7 @@ def checkpoint_tensors(parameters: nnx.State) -> dict[str, jax.Array]:
     return tensors
 
 
-def _take(arrays: MutableMapping[str, jax.Array], name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def _take(arrays: MutableMapping[str, Any], name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     if name not in arrays:
         raise ValueError(f"parameter {name} was not loaded")
     array = arrays.pop(name)

@@ -63,6 +63,13 @@ def compile_program(name: str, source: Source, target: str) -> tuple[jax.stages.
         compiled = deviceless.compile_lowered(lowered, dump_to=folder)
         done = time.perf_counter()
         thunks = "".join(p.read_text() for p in sorted(Path(folder).glob("*thunk_sequence.txt")))
+    return compiled, facts_of(name, target, compiled, between - start, done - between, thunks)
+
+
+def facts_of(
+    name: str, target: str, compiled: jax.stages.Compiled, lower_s: float, compile_s: float, thunks: str = ""
+) -> Compilation:
+    """The facts of a compiled program; thunks: XLA's dump of its steps, which only a card's compiler writes."""
     memory = compiled.memory_analysis()
     kernels: collections.Counter = collections.Counter()
     counts: collections.Counter = collections.Counter()
@@ -79,11 +86,11 @@ def compile_program(name: str, source: Source, target: str) -> tuple[jax.stages.
             kernels[re.sub(r"__\d+$", "", kernel)] += 1
         else:
             counts["branch", "kernel"] += 1
-    return compiled, Compilation(
+    return Compilation(
         name=name,
         target=target,
-        lower_s=between - start,
-        compile_s=done - between,
+        lower_s=lower_s,
+        compile_s=compile_s,
         kernels=kernels,
         branch_kernels=counts["branch", "kernel"],
         conditionals=counts["conditionals"],

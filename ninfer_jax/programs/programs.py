@@ -50,6 +50,16 @@ class Programs:
         self._functions["allocate"] = (partial(allocate_state, model.config, shape), ())
         self._compiled: dict[str, Compiled] = {}
 
+    def result(self, name: str) -> Any:
+        """A tree of placeholders with the structure of what the named program returns."""
+        state = state_struct(self.config, self.shape)
+        outputs = RoundOutput(*RoundOutput._fields)
+        return {"allocate": state, "admit": state, "release": state, "prefill": (state, 0), "head": 0}.get(name, (state, outputs))
+
+    def adopt(self, name: str, compiled: Compiled) -> None:
+        """Use `compiled` as the named program."""
+        self._compiled[name] = compiled
+
     def build(self, parameters: Sequence[jax.Array]) -> TextModel:
         """The model over these parameters, inside a traced function or outside."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._structure, parameters))

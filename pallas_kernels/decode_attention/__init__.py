@@ -33,7 +33,8 @@ def decode_attention(
         return lambda *a: attend(*a, format=format)
 
     pallas, xla = by(kernel.decode_attention), by(reference.decode_attention)
-    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl)
+    unfit = kernel.unfit(q.shape, jax.tree.leaves(pool.k)[0].shape[1], format)
+    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl, unfit=unfit)
 
 
 def _check(

@@ -9,7 +9,7 @@ from pallas_kernels import launch
 from pallas_kernels.delta_decode import kernel, reference
 from pallas_kernels.delta_rule import Transitions
 
-__all__ = ["check_delta", "delta_decode"]
+__all__ = ["check_delta", "delta_decode", "unfit_heads"]
 
 
 def delta_decode(
@@ -38,7 +38,16 @@ def delta_decode(
         return reference.delta_decode(*a, rows=rows, eps=eps)
 
     arguments = (projected, ab, conv, recurrent, taps, a_log, dt_bias, norm, zero)
-    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl)
+    unfit = unfit_heads("delta_decode", recurrent) or ("" if rows <= kernel.MAX_ROWS else f"delta_decode: rows {rows}, the kernel takes at most {kernel.MAX_ROWS}")
+    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl, unfit=unfit)
+
+
+def unfit_heads(op: str, recurrent: jax.Array) -> str:
+    """Why the kernels cannot take heads of this size, or nothing."""
+    key_dim, value_dim = recurrent.shape[2:]
+    if all(launch.is_power_of_two(n) and 32 <= n <= 256 for n in (key_dim, value_dim)):
+        return ""
+    return f"{op}: key_dim {key_dim} and value_dim {value_dim} must be powers of two from 32 to 256 for the kernel"
 
 
 def check_delta(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import launch
+from pallas_kernels.delta_decode import unfit_heads
 from pallas_kernels.delta_fold import kernel, reference
 from pallas_kernels.delta_fold.reference import shift_window
 from pallas_kernels.delta_rule import Transitions
@@ -35,4 +36,4 @@ def delta_fold(
         return kernel.delta_fold(*a[:-1])
 
     arguments = (recurrent, conv, transitions, projected, accepted, zero)
-    return launch.by_platform(*arguments, pallas=pallas, xla=reference.delta_fold, impl=impl)
+    return launch.by_platform(*arguments, pallas=pallas, xla=reference.delta_fold, impl=impl, unfit=unfit_heads("delta_fold", recurrent))

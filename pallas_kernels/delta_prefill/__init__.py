@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import launch
 from pallas_kernels.delta_decode import check_delta
@@ -35,4 +36,8 @@ def delta_prefill(
 
     arguments = (projected, ab, conv, recurrent, taps, a_log, dt_bias, norm, slot, count)
     pallas, xla = by(kernel.delta_prefill), by(reference.delta_prefill)
-    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl)
+    key_dim, value_dim = recurrent.shape[2:]
+    unfit = ""
+    if key_dim != value_dim or key_dim not in (64, 128) or projected.dtype != jnp.bfloat16:
+        unfit = f"delta_prefill: key_dim {key_dim}, value_dim {value_dim}, {projected.dtype}: the kernel takes 64 or 128 for both, in bfloat16"
+    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl, unfit=unfit)

@@ -35,7 +35,14 @@ def attention_inputs(
         return lambda *a: attend(*a, format=format, eps=eps)
 
     pallas, xla = by(kernel.attention_inputs), by(reference.attention_inputs)
-    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl)
+    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl, unfit=_unfit(q_norm.shape[0], cos.shape[1]))
+
+
+def _unfit(head_dim: int, pairs: int) -> str:
+    """Why the kernel cannot take heads of this size, or nothing."""
+    if launch.is_power_of_two(head_dim) and launch.is_power_of_two(pairs):
+        return ""
+    return f"attention_inputs: head_dim {head_dim} and rotary pairs {pairs} must be powers of two for the kernel"
 
 
 def _check(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.attention.pages import PAGE, KVPages
+from pallas_kernels.kv_pages import PAGE, KVPages
 from pallas_kernels.kv_codecs import formats, uses_rotation
 from pallas_kernels.kv_codecs.scale_byte import decode_scales, nearest_magnitude
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import inspect, kv_codecs, targets
-from pallas_kernels.attention.pages import PAGE
+from pallas_kernels.kv_pages import PAGE
 from pallas_kernels.kv_append import cases, kernel
 from pallas_kernels.kv_codecs import formats
 from pallas_kernels.lab import rows

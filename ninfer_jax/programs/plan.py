@@ -1,0 +1,119 @@
+"""Where every byte of a card goes, before anything is loaded."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ninfer_jax.config import MAX_CONTEXT, PAGE, ModelConfig
+from ninfer_jax.programs.card import Compilation
+from ninfer_jax.programs.setup import Setup
+from ninfer_jax.state import State
+from pallas_kernels.kv_codecs import FORMATS, bytes_per_vector, check_format
+
+# The CUDA context, cuBLAS-free, with the modules of all programs loaded: an allowance, not measured on this engine.
+CONTEXT_ALLOWANCE = 512 << 20
+# Programs that run while the engine serves; the state is allocated by one of its own before.
+SERVING = ("admit", "release", "prefill", "begin", "decode_round")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes. weights: by role. kv: page pools, the MTP layer's included. state: recurrent and convolution states, slots,
+    sampling. workspace: temporaries and results that reuse nothing, by program; one program runs at a time, so the largest
+    counts. executables: serialised sizes. All but `allowance` come from the compiler or from array shapes.
+    """
+
+    target: str
+    card: int
+    weights: Mapping[str, int]
+    kv: int
+    state: int
+    workspace: Mapping[str, int]
+    executables: int
+    allowance: int
+    max_context: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        work = max(self.workspace.values(), default=0)
+        return sum(self.weights.values()) + self.kv + self.state + work + self.executables + self.allowance
+
+    @property
+    def slack(self) -> int:
+        return self.card - self.total
+
+    @property
+    def fits(self) -> bool:
+        return self.slack >= 0
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "target": self.target, "weights_bytes": sum(self.weights.values()), "weights_by_role": dict(self.weights),
+            "kv_bytes": self.kv, "state_bytes": self.state, "workspace_bytes": max(self.workspace.values(), default=0),
+            "workspace_by_program": dict(self.workspace), "executables_bytes": self.executables,
+            "allowance_bytes": self.allowance, "total_bytes": self.total, "card_bytes": self.card, "slack_bytes": self.slack,
+            "fits": self.fits, "max_context": dict(self.max_context),
+        }  # fmt: skip
+
+
+def make_plan(setup: Setup, target: str, card_bytes: int, compiled: Mapping[str, tuple[Compilation, int]]) -> Plan:
+    """compiled: each serving program's `Compilation` and the size of its executable."""
+    programs = setup.programs()
+    _, (parameters, state), _ = programs.source("decode_round")
+    weights: collections.Counter = collections.Counter()
+    for leaf, role in zip(parameters, programs.roles(), strict=True):
+        weights[role] += nbytes(leaf)
+    kv = kv_bytes(state)
+    plan = Plan(
+        target=target,
+        card=card_bytes,
+        weights=dict(weights.most_common()),
+        kv=kv,
+        state=sum(nbytes(x) for x in jax.tree.leaves(state)) - kv,
+        workspace={n: workspace_bytes(compiled[n][0]) for n in SERVING},
+        executables=sum(size for _, size in compiled.values()),
+        allowance=CONTEXT_ALLOWANCE if setup.platform != "cpu" else 0,
+        max_context={},
+    )
+    left = plan.slack + plan.kv
+    return dataclasses.replace(plan, max_context=max_contexts(setup, left))
+
+
+def max_contexts(setup: Setup, left: int) -> dict[str, int]:
+    """Tokens that each slot could hold in each KV format with `left` bytes for pages and the rest unchanged; formats that do
+    not go with the model are left out."""
+    found = {}
+    limit = min(setup.model.max_positions, MAX_CONTEXT)
+    for format in FORMATS:
+        try:
+            check_format(format, setup.model.head_dim)
+        except ValueError:
+            continue
+        pages = left // page_bytes(setup.model, format, setup.shape.draft > 0) - 1  # page 0 is nobody's
+        found[format] = max(0, min(limit, pages // setup.shape.slots * PAGE))
+    return found
+
+
+def page_bytes(model: ModelConfig, format: str, mtp: bool) -> int:
+    """Bytes of one page in all pools together."""
+    vector = sum(bytes_per_vector(format, part, model.head_dim) for part in ("k", "v"))
+    return vector * model.kv_heads * PAGE * (len(model.attention_layers) + mtp)
+
+
+def workspace_bytes(facts: Compilation) -> int:
+    """Temporaries, and results that take no argument's place."""
+    return facts.temporary_bytes + facts.output_bytes - facts.aliased_bytes
+
+
+def kv_bytes(state: State) -> int:
+    return sum(nbytes(leaf) for leaf in jax.tree.leaves((state.kv, state.mtp_kv)))
+
+
+def nbytes(leaf: Any) -> int:
+    """Bytes of an array or of its description."""
+    return leaf.size * leaf.dtype.itemsize

@@ -1,1 +1,0 @@
-from pallas_kernels.kv_pages import PAGE, KVPages, append, load_block, pages_struct, read_tokens  # noqa: F401

@@ -1,0 +1,110 @@
+"""Programs compiled in one process and run in another, and everything that must stop them from being loaded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.programs.executables import MANIFEST
+from weights import tiny_path
+
+SHAPES = ["--context", "256", "--draft", "2", "--prefill-chunk", "64", "--kv", "rk4v4-e8"]
+CONFIG = EngineConfig(context=256, draft=2, prefill_chunk=64, kv="rk4v4-e8")
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "ninfer_jax.cli.main", *arguments], capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("programs")
+    done = command("compile", str(tiny_path()), "--target", "cpu", "--out", str(out), "--report", str(out / "report.json"), *SHAPES)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture
+def copy(compiled: Path, tmp_path: Path) -> Path:
+    """A copy of the programs to damage."""
+    folder = tmp_path / "cpu"
+    folder.mkdir()
+    for file in (compiled / "cpu").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_loaded_programs_answer_without_compiling(compiled: Path) -> None:
+    """The same tokens as an engine that compiles; the counter of compilations stays at zero."""
+    ways = (SamplingParams(temperature=0, max_new_tokens=30), SamplingParams(temperature=0.8, seed=5, max_new_tokens=30, logprobs=2))
+    loaded = Engine.load(tiny_path(), CONFIG, programs=compiled)
+    answers = [loaded.generate("ROMEO.\n", params).tokens for params in ways]
+    assert loaded.compilations == 0
+    fresh = Engine.load(tiny_path(), CONFIG)
+    assert answers == [fresh.generate("ROMEO.\n", params).tokens for params in ways]
+    assert fresh.compilations >= 6  # the counter counts
+    done = command("generate", "tiny", "--prompt", "ROMEO.", "--greedy", "--max-new", "12", "--json", "--programs", str(compiled), *SHAPES)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["stats"]["compilations"] == 0
+
+
+def test_the_report_says_what_the_compiler_said(compiled: Path) -> None:
+    report = json.loads((compiled / "report.json").read_text())["cpu"]
+    assert set(report["programs"]) == {"allocate", "admit", "release", "prefill", "begin", "decode_round"}
+    for program in report["programs"].values():
+        assert program["bytes"] > 0 and program["compile_s"] > 0 and program["argument_bytes"] >= program["aliased_bytes"] >= 0
+
+
+def refusal(folder: Path, config: EngineConfig = CONFIG) -> str:
+    with pytest.raises(ValueError) as caught:
+        Engine.load(tiny_path(), config, programs=folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["jaxlib", "jax", "target", "configuration", "format"])
+def test_another_field_in_the_manifest_is_refused_by_name(copy: Path, field: str) -> None:
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest[field] = "other"
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    assert f"{field} is 'other'" in refusal(copy)
+
+
+def test_another_configuration_is_refused(compiled: Path) -> None:
+    assert "configuration" in refusal(compiled, EngineConfig(context=256, draft=3, prefill_chunk=64, kv="rk4v4-e8"))
+    assert "configuration" in refusal(compiled, EngineConfig(context=512, draft=2, prefill_chunk=64, kv="rk4v4-e8"))
+
+
+def test_a_changed_file_is_not_unpickled(copy: Path) -> None:
+    """A payload that would leave a mark if it were."""
+    mark = copy / "mark"
+    (copy / "prefill.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR.")
+    assert "prefill.bin" in (message := refusal(copy)) and "sha256" in message
+    assert not mark.exists()
+
+
+def test_missing_pieces(copy: Path, tmp_path: Path) -> None:
+    (copy / "begin.bin").unlink()
+    assert "begin.bin" in refusal(copy)
+    manifest = json.loads((copy / MANIFEST).read_text())
+    del manifest["programs"]["begin"]
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    assert "program begin is missing" in refusal(copy)
+    (copy / MANIFEST).write_text("{")
+    assert "not JSON" in refusal(copy)
+    (tmp_path / "empty").mkdir()
+    assert "No such file" in refusal(tmp_path / "empty")
+
+
+def test_a_directory_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "thesis.tex").write_text("years")
+    done = command("compile", str(tiny_path()), "--target", "cpu", "--out", str(tmp_path), *SHAPES)
+    assert done.returncode == 1 and "something else" in done.stderr
+    assert (tmp_path / "cpu" / "thesis.tex").read_text() == "years"

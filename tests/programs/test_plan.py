@@ -1,0 +1,118 @@
+"""The plan: what it adds up is what the arrays are, and what it advises would fit."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.cli import plan as cli
+from ninfer_jax.cli.main import app
+from ninfer_jax.config import EngineConfig as Config
+from ninfer_jax.config import preset, recipe
+from ninfer_jax.engine import memory
+from ninfer_jax.programs.card import Compilation
+from ninfer_jax.programs.plan import SERVING, make_plan
+from ninfer_jax.programs.setup import resolve
+from weights import tiny_path
+
+RUN = CliRunner()
+
+
+def compilation(name: str, temporary: int) -> Compilation:
+    return Compilation(name, "rtx4090", 0.0, 0.0, __import__("collections").Counter(), 0, 0, 0, 0, 0, 0, 0, temporary)
+
+
+def plan_27b(**shapes: object):
+    engine = Config(**{"context": 262_144, "kv": "rk4v4-e8", "draft": 3, "prefill_chunk": 1024} | shapes)
+    setup = resolve(preset("qwen3_8_27b"), 248_077, engine, "cuda", recipe("q4"))
+    compiled = {name: (compilation(name, 100 << 20), 4 << 20) for name in SERVING}
+    return setup, make_plan(setup, "rtx4090", 25_393_692_672, compiled)
+
+
+def test_the_27b_by_hand() -> None:
+    """Pages: 16 attention layers and the MTP layer x 4 KV heads x 272 bytes a token, and page 0. States: 48 layers of 48
+    128 x 128 float32 matrices and 3 columns of 10,240 bfloat16 inputs."""
+    _, made = plan_27b()
+    assert made.kv == 17 * 4 * 272 * (262_144 + 64)
+    gdn = 48 * (48 * 128 * 128 * 4 + 3 * 10_240 * 2)
+    assert gdn < made.state < gdn + (4 << 20)  # sampling: counts, biases and flags of 248,320 ids
+    body = 64 * 3 * 5120 * 17_408 + 16 * (5120 * 14_336 + 6144 * 5120) + 48 * (5120 * 16_384 + 6144 * 5120)
+    by_role = made.weights
+    assert by_role["mlp"] + by_role["attention"] + by_role["gdn"] == pytest.approx(body * (0.5 + 2 / 64), rel=2e-3)
+    assert by_role["head"] == 248_320 * 5120 * (1 + 2 / 32)
+    assert by_role["embed"] == 248_320 * 5120 * (0.5 + 2 / 64)
+    assert max(made.workspace.values()) == 100 << 20 and made.executables == 5 * (4 << 20)
+
+
+def test_the_advised_context_fits_and_one_page_more_does_not() -> None:
+    setup, made = plan_27b(slots=4)
+    assert not made.fits and made.slack < 0
+    for format, tokens in made.max_context.items():
+        if tokens in (0, 262_144):
+            continue
+        _, at = plan_27b(slots=4, kv=format, context=tokens)
+        _, beyond = plan_27b(slots=4, kv=format, context=tokens + 64)
+        # Block tables grow with the context too, by 64 bytes a page and slot.
+        assert at.slack > -(1 << 20) and beyond.slack < at.slack
+        assert beyond.slack < (1 << 20)
+    assert made.max_context["rk4v4-e8"] == made.max_context["rk4v4"] > made.max_context["int8"] > made.max_context["bf16"]
+
+
+def test_the_command_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 3, both byte counts and what would fit; on the CPU, with a card of 60 MB."""
+    monkeypatch.setattr(cli, "_card_bytes", lambda target: 60_000_000)
+    done = RUN.invoke(app, ["plan", str(tiny_path()), "--target", "cpu", "--context", "4096", "--slots", "4", "--json"])
+    assert done.exit_code == cli.OVER_BUDGET
+    facts = json.loads(done.stdout)
+    assert not facts["fits"] and facts["slack_bytes"] == facts["card_bytes"] - facts["total_bytes"] < 0
+    keys = {"weights_bytes", "kv_bytes", "state_bytes", "workspace_bytes", "total_bytes", "card_bytes", "slack_bytes", "fits", "max_context"}
+    assert keys <= facts.keys()
+    assert f"{facts['total_bytes']:,}" in done.stderr and "60,000,000" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["plan", "qwen4"], "neither a directory nor a preset"), (["plan", "qwen3_8_27b", "--target", "gtx480"], "gtx480"),
+        (["plan", "qwen3_8_27b", "--recipe", "q3"], "known recipes: q4"), (["plan", "qwen3_8_27b", "--kv", "q4"], "known formats"),
+        (["plan", "qwen3_8_27b", "--slots", "9"], "slots is 9"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_in_one_line(arguments: list[str], message: str) -> None:
+    done = RUN.invoke(app, arguments)
+    assert done.exit_code == 1 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_an_engine_that_does_not_fit_is_refused_before_a_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1_000_000)
+    read = []
+    monkeypatch.setattr("ninfer_jax.engine.engine.load_parameters", lambda *a, **k: read.append(a))
+    with pytest.raises(ValueError, match="memory: .* bytes are needed.* 1,000,000 are free") as caught:
+        Engine.load(tiny_path(), EngineConfig(context=256, prefill_chunk=64))
+    assert "\n" not in str(caught.value) and not read
+
+
+def test_nothing_grows_in_service() -> None:
+    """Live buffers after mixed requests: as many and as large as after the first."""
+    engine = Engine.load(tiny_path(), EngineConfig(context=256, prefill_chunk=64, slots=2, draft=1))
+    requests = [
+        SamplingParams(temperature=0, max_new_tokens=5), SamplingParams(temperature=1, seed=1, max_new_tokens=9, logprobs=3),
+        SamplingParams(temperature=0.7, top_k=5, seed=2, max_new_tokens=3, presence_penalty=0.5), SamplingParams(temperature=0, max_new_tokens=2, logit_bias={5: 2.0}),
+    ]  # fmt: skip
+
+    def live() -> tuple[int, int]:
+        arrays = jax.live_arrays()
+        return len(arrays), sum(a.nbytes for a in arrays)
+
+    def serve(rounds: int) -> None:
+        for at in range(rounds):
+            prompts = ["abc def " * (1 + (at + i) % 9) for i in range(len(requests))]
+            engine.generate_many(prompts, [dataclasses.replace(r, seed=at) for r in requests])
+
+    serve(1)
+    before = live()
+    serve(25)
+    assert live() == before
