@@ -31,7 +31,7 @@ def packed_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, A
     """CheckpointError, naming the tensor, for every other format of compressed-tensors, zero points and act-order."""
     groups = quantization.get("config_groups")
     groups = [g for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []
-    first = next((n for n in infos if ".weight_" in n), "the config")
+    first = next((n for end in (".weight_packed", ".weight_scale") for n in infos if n.endswith(end)), "the config")
     formats = {str(f) for f in (quantization.get("format"), *(g.get("format") for g in groups)) if f is not None}
     for kind in sorted(formats - {"pack-quantized"}):
         raise CheckpointError(f"{first}: compressed-tensors {kind} is not supported, pack-quantized int4 is")
