@@ -1,9 +1,11 @@
 # Needs make, a POSIX shell and Python >= 3.11; everything else goes into .venv.
 #
 #   make demo          install what generating needs and let the bundled model write
-#   make test          install the test extra too and run every test, on the CPU
-#   make test-lane312  the newer version lane (Python 3.12, JAX 0.11.2) in .venv312: the tests that need no torch
-#   make test-cards    the Pallas kernels: numbers, and compiled for five NVIDIA cards, without one
+#   make test          install what tests need and run every test: test-engine, then test-cards
+#   make test-engine   everything but the Pallas kernels, on the CPU
+#   make test-cards    the Pallas kernels: their numbers, and compiled for five NVIDIA cards, without one
+#   make test-lane312  the newer version lane (Python 3.12, JAX 0.11.2) in .venv312: kernels, programs, what needs no torch
+#   make check-27b     the 27B's decode round compiled for the RTX 4090: launches, copies, bytes (minutes)
 #   make train         train the bundled model again
 #   make heldout       its held-out loss and draft acceptance
 #   make clean         remove both environments
@@ -13,7 +15,7 @@
 # python3.11 first: it is the lane that runs every test.
 PYTHON ?= python3.11 python3.12 python3 python3.13 python3.14
 PYTHON312 ?= python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python /usr/local/bin/python3.12 /usr/bin/python3.12)
-PROMPT ?= def read_lines(path):
+PROMPT ?= ROMEO.
 MAX_NEW ?= 120
 
 # The newer lane has neither torch nor transformers. Nothing is skipped: a test in here that imports one of them fails,
@@ -21,24 +23,31 @@ MAX_NEW ?= 120
 LANE312_TESTS := tests/test_packaging.py tests/kernels tests/decoding tests/state tests/programs \
 	tests/engine/test_speculative.py
 LANE312_WITHOUT := tests/decoding/test_sampling.py
+# Kernels there on the RTX 4090 alone; every case on every card is compiled once, in the older lane.
+LANE312_CARDS := $(filter-out tests/cards/test_every_card.py,$(wildcard tests/cards/test_*.py))
 
 INPUTS := pyproject.toml constraints/install.sh $(wildcard constraints/*.txt)
 
-.PHONY: demo test test-cards test-lane312 train heldout clean
+.PHONY: demo test test-engine test-cards test-lane312 check-27b train heldout clean
 
 demo: .venv/.installed
 	.venv/bin/ninfer-jax generate tiny --prompt '$(PROMPT)' --max-new $(MAX_NEW)
 
+test: test-engine test-cards
+
 # Two processes: a module's tests share engines, so modules stay whole.
-test: .venv/.installed-test
+test-engine: .venv/.installed-test
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest -n 2 --dist loadscope --ignore=tests/cards
 
 # Needs the compiler wheels (about 1 GB), hence an environment of its own.
 test-cards: .venv-cards/.installed-test-cards
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv-cards/bin/python -m pytest tests/cards
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv-cards/bin/python -m pytest -n 2 tests/cards
 
-test-lane312: .venv312/.installed-test-kernels
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv312/bin/python -m pytest $(LANE312_TESTS) $(LANE312_WITHOUT:%=--ignore=%)
+check-27b: .venv-cards/.installed-test-cards
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv-cards/bin/python benchmarks/check_27b.py
+
+test-lane312: .venv312/.installed-test-cards
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv312/bin/python -m pytest -n 2 --dist loadscope $(LANE312_TESTS) $(LANE312_CARDS) $(LANE312_WITHOUT:%=--ignore=%)
 
 train: .venv/.installed-train
 	.venv/bin/python examples/train_tiny.py --steps 4000 --stop 1600
@@ -68,6 +77,6 @@ clean:
 	@sh constraints/install.sh .venv-cards test-cards 3.11+ $(PYTHON)
 	@touch $@
 
-.venv312/.installed-test-kernels: $(INPUTS)
-	@sh constraints/install.sh .venv312 test-kernels 3.12 $(PYTHON312)
+.venv312/.installed-test-cards: $(INPUTS)
+	@sh constraints/install.sh .venv312 test-cards 3.12 $(PYTHON312)
 	@touch $@

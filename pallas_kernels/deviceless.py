@@ -129,7 +129,11 @@ def compile_for(
 
 def compile_lowered(lowered: jax.stages.Lowered, dump_to: str | Path | None = None) -> jax.stages.Compiled:
     """What `lower_for` lowered, compiled; `dump_to` as in `compile_for`."""
-    options = {"xla_gpu_autotune_level": 0}  # candidates cannot be timed without a device
+    options = {
+        "xla_gpu_autotune_level": 0,  # candidates cannot be timed without a device
+        # XLA would compute small things again to save memory that nothing else wants: what has to fit is planned for.
+        "xla_disable_hlo_passes": "rematerialization",
+    }
     if dump_to is not None:
         options["xla_dump_to"] = str(dump_to)
         if jax.__version_info__ >= (0, 11):  # older versions dump the PTX unasked
