@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from ninfer_jax.cli.convert import convert
 from ninfer_jax.cli.generate import generate
 from ninfer_jax.cli.plan import compile_programs, plan
 
@@ -14,6 +15,7 @@ app = typer.Typer(
 
 
 app.command()(generate)
+app.command()(convert)
 app.command()(plan)
 app.command("compile")(compile_programs)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ninfer_jax.config import EngineConfig, ModelConfig
@@ -19,15 +18,13 @@ from ninfer_jax.decoding.params import MAX_STOP_IDS
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
-from ninfer_jax.model import TextModel, fill, parameter_specs, split_model
+from ninfer_jax.engine.weights_in import open_weights
 from ninfer_jax.engine.memory import check_memory
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import load_into
 from ninfer_jax.programs.setup import resolve
-from ninfer_jax.state import state_shape
 from ninfer_jax.text import ChatTemplate, GenerationDefaults, Tokenizer, render_prompt
-from pallas_kernels.kv_codecs import bytes_per_vector, check_format
-from weights import Checkpoint, load_parameters
+from pallas_kernels.kv_codecs import bytes_per_vector
 
 Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]]
 LoadProgress = Callable[[str, int, int], None]
@@ -53,7 +50,8 @@ class Engine:
         cls, path: str | Path, config: EngineConfig | None = None, *, programs: str | Path | None = None,
         progress: LoadProgress | None = None,
     ) -> Engine:  # fmt: skip
-        """Read a Hugging Face checkpoint directory, compile the programs and allocate the state.
+        """Read a Hugging Face checkpoint directory or an artifact (`ninfer-jax convert`), compile the programs and allocate
+        the state. On a CPU an artifact's weights are expanded to the numbers they stand for.
 
         programs: a directory that `ninfer-jax compile` wrote for this very configuration and device: its executables are
         loaded (they are pickles: name only a directory you trust) and nothing is traced or compiled. progress: called with
@@ -65,8 +63,8 @@ class Engine:
         tell = progress or (lambda stage, done, total: None)
         path = Path(path)
         model_config = ModelConfig.from_hf(path)
-        checkpoint = Checkpoint.open(path)
-        if config.draft and not (model_config.mtp_layers and checkpoint.has_mtp):
+        weights = open_weights(path)
+        if config.draft and not (model_config.mtp_layers and weights.has_mtp):
             raise ValueError(f"draft is {config.draft}, but {path} has no MTP head (mtp.* tensors) to draft with; use draft 0")
         tokenizer = Tokenizer.from_dir(path)
         if tokenizer.vocab_size > model_config.vocab_size:
@@ -76,20 +74,16 @@ class Engine:
         if max(defaults.eos_ids) >= tokenizer.vocab_size:
             raise ValueError(f"{path}: eos_token_id {max(defaults.eos_ids)} is no token, tokenizer.json has {tokenizer.vocab_size} ids")
 
-        setup = resolve(model_config, tokenizer.vocab_size, config, "cpu" if jax.default_backend() == "cpu" else "cuda")
+        platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
+        setup = resolve(model_config, tokenizer.vocab_size, config, platform, weights.recipe(platform))
         ready = setup.programs()
         if programs is None:
             ready.compile_all(lambda done, total: tell("programs", done, total))
         else:
             load_into(ready, Path(programs), setup)
         check_memory(ready)
-        text = setup.text_model()
-        arrays = load_parameters(
-            checkpoint, parameter_specs(text), ignore_prefixes=() if config.draft else ("mtp.",),
-            progress=lambda done, total, name: tell("weights", done, total),
-        )  # fmt: skip
-        _, described = split_model(text)
-        runner = Runner(ready, fill(described, arrays), ready.allocate())
+        parameters = weights.parameters(setup.text_model(), lambda done, total: tell("weights", done, total))
+        runner = Runner(ready, parameters, ready.allocate())
         return cls(runner, ready, tokenizer, template, defaults, model_config, started_at)
 
     @property
