@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -226,13 +227,20 @@ def checkpointer() -> Any:
         import absl.logging
         import orbax.checkpoint as ocp
 
-        absl.logging.set_verbosity(absl.logging.ERROR)  # warns of a format for many hosts that is not wanted here
+        # It warns of a format for many hosts that is not wanted here, and logs errors that it also raises.
+        absl.logging.set_verbosity(absl.logging.FATAL)
         _here.checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False))
     return _here.checkpointer
 
 
+_OS_ERROR = re.compile(r'local file "(?P<file>[^"]+)".*: (?P<reason>[^:]+?) \[os_error_code')
+
+
 def one_line(error: BaseException) -> str:
+    """What Orbax or the system has to say, without the rest."""
     text = str(error).strip()
+    if found := _OS_ERROR.search(text):
+        return f"{found['file']}: {found['reason']}"
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 

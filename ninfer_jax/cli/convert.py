@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,9 @@ def _run(console: Console, source: Path, destination: Path, recipe: str) -> None
 
     jax.config.update("jax_platforms", "cpu")  # a card's memory is for the engine, and its rounding is not the CPU's
     from ninfer_jax.engine.convert import convert as run
+
+    # Where a write fails, Orbax's other writers complain that nobody waits for them any more; the error itself is raised.
+    sys.unraisablehook = lambda unraisable: None
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import resource
-import signal
-import subprocess
+import shutil
 import sys
 
 import formats
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +19,8 @@ from ninfer_jax import Engine, EngineConfig, SamplingParams
 from ninfer_jax.cli.main import app
 from ninfer_jax.config import ModelConfig
 from ninfer_jax.engine.convert import convert
-from ninfer_jax.engine.weights_in import stored_recipe
+from ninfer_jax.engine.runner import Runner
+from ninfer_jax.engine.weights_in import ArtifactWeights, CheckpointWeights, stored_recipe
 from ninfer_jax.model import TextModel, parameters_of
 from pallas_kernels.embedding import QuantisedRows, lookup
 from pallas_kernels.matmul import QuantisedWeight, dequantise
@@ -48,33 +49,51 @@ def meaning(artifact):
     return found
 
 
-@pytest.mark.parametrize("form", ["plain", "gptq"])
-def test_same_tokens_and_logits(tmp_path, tensors, recipe, form):
-    if form == "plain":
-        folder = formats.plain(tmp_path / "source", tensors)
-    else:
-        folder, *_ = formats.gptq(tmp_path / "source", tensors, group=32)
-    artifact = convert(folder, tmp_path / "made", recipe)
-    assert set(formats.shapes()) == set(meaning(artifact))
-    plain = formats.plain(tmp_path / "plain", {n: np.ascontiguousarray(t) for n, t in meaning(artifact).items()}, torch.float32)
+@pytest.fixture(scope="module")
+def gptq(tmp_path_factory, tensors, recipe):
+    """An artifact with quantised, repacked and plain parameters, and a checkpoint of the numbers that it stands for."""
+    where = tmp_path_factory.mktemp("gptq")
+    folder, *_ = formats.gptq(where / "source", tensors, group=32)
+    artifact = convert(folder, where / "made", recipe)
+    values = meaning(artifact)
+    assert values.keys() == tensors.keys()
+    return artifact, formats.plain(where / "plain", {n: values[n].copy() for n in tensors}, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_expanded_weights(gptq, dtype):
+    artifact, plain = gptq
+    model = TextModel(ModelConfig.from_hf(plain), jnp.dtype(dtype), mtp=True)
     told = []
-    ours = Engine.load(artifact.path, ENGINE, progress=lambda *said: told.append(said))
-    theirs = Engine.load(plain, ENGINE)
-    assert ("weights", artifact.nbytes, artifact.nbytes) in told
+    ours = ArtifactWeights(artifact.path).parameters(model, lambda done, total: told.append((done, total)))
+    theirs = CheckpointWeights(plain).parameters(model, lambda done, total: None)
+    assert told[-1] == (artifact.nbytes, artifact.nbytes)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_same_tokens_and_logits(gptq):
+    artifact, plain = gptq
+    ours = Engine.load(artifact.path, ENGINE)
+    # The plain model's programs are the same: they need not be compiled again.
+    model = TextModel(ours.model_config, jnp.float32, mtp=True)
+    runner = Runner(ours.programs, CheckpointWeights(plain).parameters(model, lambda *_: None), ours.programs.allocate())
+    theirs = Engine(runner, ours.programs, ours.tokenizer, ours.template, ours.defaults, ours.model_config, 0)
     params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
     a, b = (e.generate(PROMPT, params) for e in (ours, theirs))
     assert a.tokens == b.tokens and len(a.tokens) == 24 and a.stats.drafted > 0
-    ids = theirs.tokenizer.encode(PROMPT)
+    ids = ours.tokenizer.encode(PROMPT)
     np.testing.assert_array_equal(ours.score(ids), theirs.score(ids))
 
 
-def test_engine_refuses_a_config_of_another_model(tmp_path, tensors, recipe, refused):
-    artifact = convert(formats.plain(tmp_path / "source", tensors), tmp_path / "made", recipe)
-    manifest = json.loads((artifact.path / "manifest.json").read_text())
-    del manifest["files"]["config.json"]
-    (artifact.path / "manifest.json").write_text(json.dumps(manifest))
-    (artifact.path / "config.json").write_text(json.dumps(formats.CONFIG | {"intermediate_size": 128}))
-    refused(lambda: Engine.load(artifact.path, ENGINE), "mlp", "the model has")
+def test_a_config_of_another_model(tmp_path, gptq, refused):
+    path = shutil.copytree(gptq[0].path, tmp_path / "copy")
+    config = ModelConfig.from_hf(formats.CONFIG | {"intermediate_size": 128})
+    model = TextModel(config, jnp.float32, mtp=True)
+    refused(lambda: ArtifactWeights(path).parameters(model, lambda *_: None), "mlp", "the model has")
+    (path / "config.json").write_text(json.dumps(formats.CONFIG | {"intermediate_size": 128}))
+    refused(lambda: Engine.load(path, ENGINE), "config.json has been changed")
 
 
 def test_drafting_needs_the_mtp_layer(tmp_path, tensors, recipe, refused):
@@ -99,16 +118,19 @@ def test_command(tmp_path, tensors):
         assert line.startswith("error: ") and said in line
 
 
-def test_a_full_disk_is_one_line(tmp_path, tensors):
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, tensors):
     """A limit on the size of files stands in for it: the write fails all the same."""
     folder = formats.plain(tmp_path / "source", tensors)
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-
-    command = [sys.executable, "-m", "ninfer_jax.cli.main", "convert", str(folder), str(tmp_path / "made")]
-    failed = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
-    assert failed.returncode == 1 and failed.stdout == ""
-    assert len(failed.stderr.splitlines()) == 1 and "File too large" in failed.stderr, failed.stderr
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # the command has its own
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    try:
+        failed = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "made")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert failed.exit_code == 1 and failed.stdout == ""
+    (line,) = failed.stderr.splitlines()
+    assert "embedding" in line and line.endswith(": File too large"), line
     assert not (tmp_path / "made" / "manifest.json").exists()
+    done = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "made")])  # there is room again
+    assert done.exit_code == 0, done.stderr
