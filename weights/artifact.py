@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -224,11 +225,10 @@ _here = threading.local()
 def checkpointer() -> Any:
     """Orbax's, for uncompressed arrays of one file each; one a thread."""
     if not hasattr(_here, "checkpointer"):
-        import absl.logging
         import orbax.checkpoint as ocp
 
         # It warns of a format for many hosts that is not wanted here, and logs errors that it also raises.
-        absl.logging.set_verbosity(absl.logging.FATAL)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         _here.checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False))
     return _here.checkpointer
 
