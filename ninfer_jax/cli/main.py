@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from ninfer_jax.cli.bench import bench
 from ninfer_jax.cli.convert import convert
 from ninfer_jax.cli.generate import generate
 from ninfer_jax.cli.plan import compile_programs, plan
@@ -18,6 +19,7 @@ app.command()(generate)
 app.command()(convert)
 app.command()(plan)
 app.command("compile")(compile_programs)
+app.command()(bench)
 
 if __name__ == "__main__":
     app()

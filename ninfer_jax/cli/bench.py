@@ -1,0 +1,183 @@
+"""`ninfer-jax bench`: a matrix of measurements; the table goes to stdout, progress and reasons to stderr."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from ninfer_jax.bench.results import Row
+
+_Option = typer.Option
+_MANY = "several by commas"
+# Columns of the table: in a narrower terminal its lines wrap; in a file nothing has to.
+LEAST_WIDTH, FILE_WIDTH = 132, 240
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="A model directory, or `tiny` for the bundled model.")],
+    prompt: Annotated[str, _Option(help=f"Prompt tokens that are timed; {_MANY}.")] = "512",
+    gen: Annotated[str, _Option(help=f"Tokens to generate, the prefill's own first one included; {_MANY}.")] = "128",
+    depth: Annotated[str, _Option(help=f"Tokens filled before the prompt, untimed, multiples of the prefill chunk; {_MANY}.")] = "0",
+    kv: Annotated[str | None, _Option(help=f"KV formats f32, bf16, int8, rk8v4, rk4v4, rk4v4-e8; {_MANY}.")] = None,
+    draft: Annotated[str, _Option(help=f"K, tokens that the MTP head drafts a round, 0 to 5; {_MANY}.")] = "0",
+    slots: Annotated[str, _Option(help=f"Sequences side by side, 1 to 4; {_MANY}.")] = "1",
+    repeats: Annotated[int, _Option(help="Timed runs of a cell.")] = 5,
+    warmup: Annotated[int, _Option(help="Untimed runs of a cell before.")] = 1,
+    corpus: Annotated[Path | None, _Option(help="UTF-8 text to cut prompts from; default: the sources of Python's standard library.")] = None,
+    context: Annotated[int | None, _Option(help="Capacity of a slot; default: the largest need of an engine's cells.")] = None,
+    prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
+    dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
+    json_file: Annotated[Path | None, _Option("--json", help="Keep the results here, written after every cell.")] = None,
+    resume: Annotated[bool, _Option("--resume", help="Take from the --json file what it has with these settings and versions.")] = False,
+    csv_file: Annotated[Path | None, _Option("--csv", help="Write the table here too.")] = None,
+    plot: Annotated[Path | None, _Option(help="Directory for PNGs: speed by depth, acceptance by K, memory by context.")] = None,
+    compare: Annotated[Path | None, _Option(help="An earlier --json file: print ratios to it, cell by cell.")] = None,
+) -> None:
+    """Measure prefill, decode, first token, drafts, memory and energy over every combination of the lists."""
+    console = Console(stderr=True, highlight=False, emoji=False)
+    try:
+        lists = {"prompt": prompt, "gen": gen, "depth": depth, "draft": draft, "slots": slots}
+        _run(console, model, {name: _integers(name, given) for name, given in lists.items()}, kv,
+             dict(warmup=warmup, repeats=repeats, prefill_chunk=prefill_chunk, dtype=dtype, context=context), corpus,
+             _Files(json_file, resume, csv_file, plot, compare))  # fmt: skip
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+class _Files:
+    """The files of a run, checked before anything is measured."""
+
+    def __init__(self, json_file: Path | None, resume: bool, csv_file: Path | None, plot: Path | None, compare: Path | None):
+        self.json, self.resume, self.csv, self.plot, self.compare = json_file, resume, csv_file, plot, compare
+        if resume and json_file is None:
+            raise ValueError("--resume needs --json FILE, the file to go on with")
+        if json_file and json_file.exists() and not resume:
+            raise ValueError(f"--json {json_file} is there already; go on with it by --resume, or name another file")
+        for option, path in (("--json", json_file), ("--csv", csv_file), ("--plot", plot)):
+            if path and not path.resolve().parent.is_dir():
+                raise ValueError(f"{option} {path}: there is no directory {path.resolve().parent}")
+            if path and path.exists() and path.is_dir() != (option == "--plot"):
+                raise ValueError(f"{option} {path} is {'a directory' if path.is_dir() else 'a file'}")
+
+
+def _run(
+    console: Console, model: str, lists: dict[str, list[int]], kv: str | None, shapes: dict, corpus_file: Path | None, files: _Files
+) -> None:
+    # Imported here so that --help and mistakes in the arguments do not wait for JAX.
+    import jax
+
+    from ninfer_jax.bench import corpus, device, matrix, report
+    from ninfer_jax.bench.results import Results, read_rows
+    from ninfer_jax.bench.run import Bench, Settings, tokens_needed
+    from ninfer_jax.config import EngineConfig, ModelConfig
+    from ninfer_jax.engine import Engine
+    from ninfer_jax.programs.plan import page_bytes
+    from ninfer_jax.programs.setup import resolve
+    from ninfer_jax.text import Tokenizer
+    from weights import tiny_path
+
+    engine = EngineConfig(prefill_chunk=shapes["prefill_chunk"], dtype=shapes["dtype"])
+    if shapes["context"] is not None:
+        EngineConfig(context=shapes["context"])
+    path = tiny_path() if model == "tiny" and not Path(model).exists() else Path(model)
+    geometry, tokenizer = ModelConfig.from_hf(path), Tokenizer.from_dir(path)
+    platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    formats = _items("kv", kv) if kv is not None else [resolve(geometry, tokenizer.vocab_size, engine, platform).shape.kv]
+    wanted = matrix.cells(*(lists[n] for n in ("prompt", "gen", "depth")), formats, lists["draft"], lists["slots"], engine.prefill_chunk)
+    groups = matrix.by_engine(
+        wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * (shapes["context"] or group.context) * group.slots
+    )
+    settings = Settings(path.resolve().name, device.fingerprint(path), "", **shapes)
+    old = read_rows(files.compare) if files.compare else []
+    results = Results(files.json, read_rows(files.json) if files.resume and files.json.exists() else ())
+    results.write()  # a place that cannot be written should not wait for the first cell
+
+    with _Progress(console, len(wanted)) as bar:
+        text = corpus.open_corpus(
+            tokenizer, corpus_file, tokens_needed(wanted, settings), lambda done, total: bar.tell("tokenising the corpus", done, total)
+        )
+        settings = Settings(**{**vars(settings), "corpus": text.name})
+
+        def load(config: EngineConfig) -> Engine:
+            words = f"context {config.context}, kv {config.kv}, K {config.draft}, slots {config.slots}"
+            return Engine.load(path, config, progress=lambda stage, done, total: bar.tell(f"engine ({words}): {stage}", done, total))
+
+        rows = Bench(settings, device.versions(), text, load, results, bar.tell, bar.row).run(groups)
+    out = Console(highlight=False, emoji=False)
+    out.width = max(out.width, LEAST_WIDTH) if out.is_terminal else FILE_WIDTH
+    out.print(report.table(rows))
+    for line in report.refusals(rows):
+        console.print(line, markup=False, soft_wrap=True)
+    if files.compare:
+        out.print(report.compare(rows, old, files.compare.name))
+        for line in report.differences(rows, old):
+            out.print(f"differs: {line}", markup=False, soft_wrap=True)
+    _write(console, rows, files)
+    if all(row.refused for row in rows):
+        raise ValueError("every cell was refused")
+
+
+def _write(console: Console, rows: list[Row], files: _Files) -> None:
+    from ninfer_jax.bench import plots, report
+
+    if files.csv:
+        files.csv.write_text(report.to_csv(rows), "utf-8")
+    if files.plot:
+        files.plot.mkdir(exist_ok=True)
+        made, left_out = plots.write(rows, files.plot)
+        for line in (*map(str, made), *left_out):
+            console.print(line, markup=False, soft_wrap=True)
+
+
+class _Progress:
+    """Two bars that vanish when done: cells, and what is going on. Where stderr is no terminal, one line a finished cell."""
+
+    def __init__(self, console: Console, cells: int):
+        self._console, self._exits = console, ExitStack()
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._cells, self._stage = self._bar.add_task("cells", total=cells), self._bar.add_task("", total=None)
+        self._name, self._done, self._of = "", 0, cells
+
+    def __enter__(self) -> _Progress:
+        self._exits.enter_context(self._bar)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._exits.close()
+
+    def tell(self, stage: str, done: int, total: int) -> None:
+        if stage != self._name:
+            self._name = stage
+            self._bar.reset(self._stage, description=stage)
+        self._bar.update(self._stage, completed=done, total=total)
+
+    def row(self, row: Row) -> None:
+        self._done += 1
+        self._bar.advance(self._cells)
+        if not self._console.is_terminal:
+            what = "refused" if row.refused else "measured"
+            self._console.print(f"{self._done} of {self._of}: {row.cell}: {what}", markup=False, soft_wrap=True)
+
+
+def _items(name: str, given: str) -> list[str]:
+    items = [item.strip() for item in given.split(",")]
+    if not all(items):
+        raise ValueError(f"--{name} is {given!r}, it must be values separated by commas")
+    return items
+
+
+def _integers(name: str, given: str) -> list[int]:
+    try:
+        return [int(item) for item in _items(name, given)]
+    except ValueError:
+        raise ValueError(f"--{name} is {given!r}, it must be whole numbers separated by commas, like 512,1024") from None
