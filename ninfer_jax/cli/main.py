@@ -6,6 +6,7 @@ import typer
 
 from ninfer_jax.cli.bench import bench
 from ninfer_jax.cli.convert import convert
+from ninfer_jax.cli.evaluate import evaluate
 from ninfer_jax.cli.generate import generate
 from ninfer_jax.cli.plan import compile_programs, plan
 
@@ -20,6 +21,7 @@ app.command()(convert)
 app.command()(plan)
 app.command("compile")(compile_programs)
 app.command()(bench)
+app.command("eval")(evaluate)
 
 if __name__ == "__main__":
     app()

@@ -1,0 +1,261 @@
+"""`ninfer-jax eval`: how good a model's answers are in each KV format, on a text of yours."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ninfer_jax.engine import Engine
+
+_Option = typer.Option
+
+
+class Measure(str, Enum):
+    ppl = "ppl"
+    kld = "kld"
+    needle = "needle"
+    drift = "drift"
+    acceptance = "acceptance"
+
+
+# What each measure takes beside the options of all, with its defaults; an option that a measure does not take is refused.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "ppl": {"window": 2048, "stride": 1024, "tokens": None},
+    "kld": {"reference": None, "depths": "0,1024", "tokens": 512},
+    "needle": {"lengths": "512,1024,2048", "depths": "0,0.25,0.5,0.75,1", "trials": 3, "seed": 0, "chat": False},
+    "drift": {"reference": "float64", "tokens": 4096, "every": 512},
+    "acceptance": {"drafts": "1,2,3,4,5", "prompts": 16, "prompt_tokens": 200, "max_new": 128},
+}
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A model directory, or `tiny` for the bundled model.")],
+    measure: Annotated[Measure, typer.Argument(help="ppl: loss. kld: divergence at decode width. needle: retrieval. drift: of the recurrent state. acceptance: of drafts.")],
+    text: Annotated[Path, _Option(help="A UTF-8 text file to measure on.")],
+    kv: Annotated[str | None, _Option(help="KV formats by commas; default: bf16 on a GPU, f32 on a CPU.")] = None,
+    tokens: Annotated[int | None, _Option(min=1, help="ppl, drift: tokens of the text (ppl: all). kld: decode steps a depth.")] = None,
+    window: Annotated[int | None, _Option(min=1, help="ppl: tokens of a window.")] = None,
+    stride: Annotated[int | None, _Option(min=1, help="ppl: new tokens a window.")] = None,
+    reference: Annotated[str | None, _Option(help="kld: the format compared with (default bf16). drift: float64 or decode.")] = None,
+    depths: Annotated[str | None, _Option(help="kld: tokens before the steps. needle: places from 0 to 1.")] = None,
+    lengths: Annotated[str | None, _Option(help="needle: tokens of the haystack.")] = None,
+    trials: Annotated[int | None, _Option(min=1, help="needle: haystacks a length.")] = None,
+    seed: Annotated[int | None, _Option(min=0, help="needle: of keys, numbers and places in the text.")] = None,
+    chat: Annotated[bool, _Option("--chat", help="needle: ask in messages instead of continuing the text.")] = False,
+    every: Annotated[int | None, _Option(min=1, help="drift: tokens between two points.")] = None,
+    drafts: Annotated[str | None, _Option(help="acceptance: values of K.")] = None,
+    prompts: Annotated[int | None, _Option(min=1, help="acceptance: continuations.")] = None,
+    prompt_tokens: Annotated[int | None, _Option(min=1, help="acceptance: tokens before each.")] = None,
+    max_new: Annotated[int | None, _Option(min=1, help="acceptance: tokens of each.")] = None,
+    prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
+    dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
+    as_json: Annotated[Path | None, _Option("--json", help="Write all figures to this file.")] = None,
+    plot: Annotated[Path | None, _Option(help="Write a picture into this directory.")] = None,
+) -> None:
+    """Measure a model on a text: loss, divergence by KV format, needles, drift of its state, accepted drafts."""
+    console = Console(stderr=True, highlight=False, emoji=False)
+    given = dict(tokens=tokens, window=window, stride=stride, reference=reference, depths=depths, lengths=lengths, trials=trials, seed=seed,
+                 chat=chat or None, every=every, drafts=drafts, prompts=prompts, prompt_tokens=prompt_tokens, max_new=max_new)  # fmt: skip
+    try:
+        options = _options(measure.value, given)
+        formats = [name.strip() for name in kv.split(",")] if kv else [None]
+        job = Job(console, model, _read(text), formats, prefill_chunk, dtype)
+        rows = MEASURES[measure.value](job, options, plot)
+        about = {"measure": measure.value, "model": model, "device": job.device, "text": str(text),
+                 "text_sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "options": options, "results": rows}  # fmt: skip
+        if as_json:
+            as_json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    _show(Console(highlight=False), f"{model}, {measure.value} on {text.name} ({job.device})", rows)
+
+
+def _options(measure: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The measure's settings; ValueError for an option that belongs to another, and for lists that are no lists."""
+    known = DEFAULTS[measure]
+    for name, value in given.items():
+        if value is not None and name not in known:
+            goes = ", ".join(m for m, takes in DEFAULTS.items() if name in takes)
+            raise ValueError(f"--{name.replace('_', '-')} goes with {goes}, not with {measure}")
+    options = {name: default if given[name] is None else given[name] for name, default in known.items()}
+    for name, kind in (("depths", float if measure == "needle" else int), ("lengths", int), ("drafts", int)):
+        if name in options:
+            options[name] = _numbers(name, options[name], kind)
+    if measure == "needle" and not all(0 <= d <= 1 for d in options["depths"]):
+        raise ValueError(f"--depths {options['depths']}: a needle's place is from 0 (beginning) to 1 (end)")
+    if measure == "acceptance" and not all(1 <= k <= 5 for k in options["drafts"]):
+        raise ValueError(f"--drafts {options['drafts']}: K is from 1 to 5")
+    return options
+
+
+def _numbers(name: str, text: str, kind: type) -> list:
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--{name} {text!r}: give numbers by commas, for instance {'0,0.5,1' if kind is float else '1,2,3'}") from None
+    if any(n < 0 for n in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError(f"--{name} {text!r}: no negative numbers and none twice")
+    return numbers
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 (byte {error.start})") from None
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror or error}") from None
+
+
+class Job:
+    """What all measures share: engines one at a time, so that one card is enough, and the text in tokens."""
+
+    def __init__(self, console: Console, model: str, text: str, formats: list[str | None], chunk: int, dtype: str):
+        from weights import tiny_path
+
+        path = Path(model)
+        self.console, self.text, self.formats = console, text, formats
+        self.path = tiny_path() if model == "tiny" and not path.exists() else path
+        self._shapes = {"prefill_chunk": chunk, "dtype": dtype}
+        self.device = ""
+
+    def load(self, kv: str | None, context: int, draft: int = 0) -> Engine:
+        from ninfer_jax.config import EngineConfig
+        from ninfer_jax.engine import Engine
+
+        gc.collect()  # the engine before is part of a cycle; a card has no room for both
+        config = EngineConfig(context=context, kv=kv, draft=draft, **self._shapes)
+        with self.progress(f"loading, kv {kv or 'auto'}, draft {draft}") as tell:
+            engine = Engine.load(self.path, config, progress=lambda stage, done, total: tell(done, total))
+        self.device = engine.device
+        return engine
+
+    def ids(self, engine: Engine) -> list[int]:
+        return engine.tokenizer.encode(self.text)
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _ppl(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
+    from ninfer_jax.evaluate import perplexity, plots
+
+    losses = []
+    for kv in job.formats:
+        engine = job.load(kv, options["window"])
+        with job.progress(f"scoring, kv {kv or 'auto'}") as tell:
+            ids = job.ids(engine)[: options["tokens"]]
+            losses.append(perplexity.text_loss(engine, ids, options["window"], options["stride"], tell))
+        del engine
+    if plot:
+        plots.plot_losses(plot / "ppl.png", losses)
+    return [dataclasses.asdict(loss) for loss in losses]
+
+
+def _kld(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
+    from ninfer_jax.evaluate import divergence, plots
+
+    depths, tokens = options["depths"], options["tokens"]
+    options["reference"] = options["reference"] or "bf16"
+    others = [kv for kv in job.formats if kv not in (None, options["reference"])]
+    if not others:
+        raise ValueError(f"kld: give the formats to compare with {options['reference']} as --kv, for instance --kv int8,rk4v4-e8")
+    found, results = {}, []
+    for kv in (options["reference"], *others):
+        engine = job.load(kv, max(depths) + tokens)
+        ids = job.ids(engine)
+        with job.progress(f"decode steps, kv {kv}") as tell:
+            found[kv] = divergence.decode_logprobs(engine, ids, depths, tokens, tell)
+        del engine
+        if kv == options["reference"]:
+            continue
+        for depth, reference, own in zip(depths, found[options["reference"]], found.pop(kv), strict=True):
+            results.append(divergence.compare(kv, depth, reference, own, ids[depth + 1 : depth + 1 + tokens]))
+    if plot:
+        plots.plot_divergences(plot / "kld.png", results, options["reference"])
+    return [dataclasses.asdict(result) for result in results]
+
+
+def _needle(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
+    from ninfer_jax.evaluate import needle, plots
+
+    grids = {}
+    for kv in job.formats:
+        engine = job.load(kv, max(options["lengths"]) + 64 + (256 if options["chat"] else 0))
+        with job.progress(f"questions, kv {kv or 'auto'}") as tell:
+            asked = options["lengths"], options["depths"], options["trials"], options["seed"], options["chat"]
+            grids[engine.programs.shape.kv] = needle.needle_grid(engine, job.ids(engine), *asked, tell)
+        del engine
+    if plot:
+        plots.plot_needles(plot / "needle.png", grids)
+    return [{"kv": kv, **dataclasses.asdict(cell)} for kv, cells in grids.items() for cell in cells]
+
+
+def _drift(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
+    from ninfer_jax.evaluate import drift, plots
+
+    if len(job.formats) > 1:
+        raise ValueError("drift: give one format as --kv")
+    engine = job.load(job.formats[0], options["tokens"])
+    with job.progress("reading") as tell:
+        points = drift.state_drift(engine, job.ids(engine), options["tokens"], options["every"], options["reference"], tell)
+    if plot:
+        plots.plot_drift(plot / "drift.png", points)
+    return [dataclasses.asdict(point) for point in points]
+
+
+def _acceptance(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
+    from ninfer_jax.evaluate import acceptance, plots
+
+    results = []
+    for kv in job.formats:
+        for draft in options["drafts"]:
+            engine = job.load(kv, options["prompt_tokens"] + options["max_new"], draft)
+            prompts = acceptance.cut_prompts(job.ids(engine), options["prompts"], options["prompt_tokens"])
+            with job.progress(f"continuations, kv {kv or 'auto'}, draft {draft}") as tell:
+                results.append(acceptance.draft_acceptance(engine, prompts, options["max_new"], tell))
+            del engine
+    if plot:
+        plots.plot_acceptance(plot / "acceptance.png", results)
+    return [dataclasses.asdict(result) for result in results]
+
+
+MEASURES: dict[str, Callable[[Job, dict[str, Any], Path | None], list[dict]]] = {
+    "ppl": _ppl, "kld": _kld, "needle": _needle, "drift": _drift, "acceptance": _acceptance,
+}  # fmt: skip
+
+
+def _show(console: Console, title: str, rows: list[dict]) -> None:
+    """The figures as a table on stdout; lists as their largest number where they are errors, else one after another."""
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name if name != "state_error" else "worst state_error", justify="right")
+    for row in rows:
+        table.add_row(*(_cell(max(value) if name == "state_error" else value) for name, value in row.items()))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(_cell(x) for x in value)
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -1,0 +1,127 @@
+"""Teacher-forced decode steps with all logits.
+
+A decode round gives out at most the 20 most likely tokens, because nobody who generates needs more. Here the same two
+functions that a round is made of, verify and fold, are compiled with the text's next token in place of the drawn one and
+with every logit as the result. On a CPU that is the round's own loop body, so the bits are those of decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ninfer_jax.decoding import SamplingParams
+from ninfer_jax.engine import Engine
+from ninfer_jax.engine.sequence import Sequence
+from ninfer_jax.model import TextModel
+from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
+from ninfer_jax.programs.programs import _compiler_options
+from ninfer_jax.programs.verify import fold_rows_together, verify_rows_together
+from ninfer_jax.state import State
+from pallas_kernels.launch import lowering_for
+
+Progress = Callable[[int, int], None]
+_BLOCK = 256  # rows of logits that are in float64 at a time
+
+
+class ForcedDecoder:
+    """Feeds one slot of an engine a text, token by token, through decode steps. Works with the engine's own state: a
+    second one would not fit on a card. The engine must be idle meanwhile."""
+
+    def __init__(self, engine: Engine):
+        """Compiles one program, the step."""
+        self.engine, self._runner = engine, engine.runner
+        programs = engine.programs
+        together = programs.platform != "cpu"
+        _, (parameters, state), _ = programs.source("decode_round")
+
+        def step(parameters: SequenceOf[jax.Array], state: State, slot: jax.Array, token: jax.Array) -> tuple[State, jax.Array]:
+            return forced_step(programs.build(parameters), state, slot, token, programs.shape.kv, together)
+
+        integer = jax.ShapeDtypeStruct((), jnp.int32)
+        with lowering_for(programs.platform):
+            lowered = jax.jit(step, donate_argnums=1, keep_unused=True).lower(parameters, state, integer, integer)
+        self._step = lowered.compile(_compiler_options("decode_round", programs.platform))
+
+    @contextmanager
+    def sequence(self, tokens: int) -> Iterator[ForcedSequence]:
+        """An empty sequence with room for `tokens` tokens; its slot and pages are free again afterwards."""
+        if tokens > self.engine.context:
+            raise ValueError(f"context holds {self.engine.context} tokens, {tokens} are asked for; give a larger --context")
+        runner = self._runner
+        slot = runner._free_slot()
+        if slot is None or not runner._pages.fits(tokens):
+            raise ValueError("no slot or not enough pages are free, finish or cancel a running completion first")
+        sequence = Sequence([], SamplingParams(), tokens, 0, (), self.engine.tokenizer)
+        runner._admit(sequence, slot)
+        try:
+            yield ForcedSequence(self, sequence)
+        finally:
+            runner._release(sequence)
+
+
+class ForcedSequence:
+    """A slot that a text is fed to."""
+
+    def __init__(self, decoder: ForcedDecoder, sequence: Sequence):
+        self._decoder, self._runner, self._sequence = decoder, decoder._runner, sequence
+        self._slot = np.int32(sequence.slot)
+
+    def prefill(self, tokens: SequenceOf[int], progress: Progress | None = None) -> np.ndarray:
+        """Append `tokens` through the prefill program; the last one's logits, float32 `[vocab rows]`. Before any step."""
+        sequence, hidden, count = self._sequence, None, 0
+        sequence.prompt = sequence.prompt + list(tokens)
+        while sequence.prefilled < len(sequence.prompt):
+            count = min(self._decoder.engine.programs.chunk, len(sequence.prompt) - sequence.prefilled)
+            hidden = self._runner._prefill_chunk(sequence)
+            if progress:
+                progress(sequence.prefilled, len(sequence.prompt))
+        if hidden is None:
+            raise ValueError("prefill: no tokens")
+        return np.asarray(self._decoder.engine.programs.head(self._runner._parameters, hidden)[count - 1])
+
+    def step(self, token: int) -> np.ndarray:
+        """Append `token` through one decode step; its logits, float32 `[vocab rows]`."""
+        runner = self._runner
+        runner._state, logits = self._decoder._step(runner._parameters, runner._state, self._slot, np.int32(token))
+        return np.asarray(logits)
+
+    def recurrent(self) -> list[np.ndarray]:
+        """The recurrent states as they stand, float32 `[value_heads, key_dim, value_dim]`, one a GDN layer."""
+        return [np.asarray(layer[self._slot]) for layer in self._runner.state.recurrent]
+
+
+def forced_step(
+    model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: str, rows_together: bool
+) -> tuple[State, jax.Array]:
+    """One row of one slot through verify and fold, as `decode_round` does it; the state, and float32 logits `[vocab rows]`.
+    slot, token: int32 scalars. Nothing is drawn or drafted, and the other slots stay as they are."""
+    slots = state.slots
+    mine = jnp.arange(slots.length.shape[0]) == slot
+    rows = jnp.where(mine, token, 0)[:, None]
+    here = state._replace(slots=slots._replace(active=mine))
+    emitted = mine.astype(jnp.int32)
+    if rows_together:
+        verified = verify_rows_together(model, here, rows, kv)
+        logits = model.logits(verified.hidden[:, 0])
+        after = fold_rows_together(here._replace(kv=verified.kv), verified.replays, emitted)
+    else:
+        done, pools, recurrent = verify_rows_one_by_one(model, here, rows, kv)
+        logits = done.logits[:, 0]
+        after = fold_rows_one_by_one(here._replace(kv=pools, recurrent=recurrent), done, emitted)
+    return after._replace(slots=slots._replace(length=slots.length + emitted)), logits[slot]
+
+
+def log_softmax(logits: np.ndarray, valid: int) -> np.ndarray:
+    """Natural log-probabilities of the first `valid` ids, float32 `[rows, valid]`, computed in float64 from logits
+    `[rows, vocab rows]`: rows of padding beyond the tokenizer's ids are no tokens."""
+    out = np.empty((len(logits), valid), np.float32)
+    for start in range(0, len(logits), _BLOCK):
+        x = logits[start : start + _BLOCK, :valid].astype(np.float64)
+        x -= x.max(axis=1, keepdims=True)
+        out[start : start + _BLOCK] = x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+    return out
