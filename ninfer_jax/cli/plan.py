@@ -80,14 +80,20 @@ def compile_programs(
 def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) -> Setup:
     # Imported here so that --help and mistakes in the arguments do not wait for JAX.
     from ninfer_jax import config
+    from ninfer_jax.engine.weights_in import stored_recipe
     from ninfer_jax.programs.setup import model_of, resolve
     from pallas_kernels import targets
+    from weights import Artifact, is_artifact
 
     engine = config.EngineConfig(**shapes)
     if target != "cpu":
         targets.get(target)
     geometry, named = model_of(model)
     chosen = config.recipe(recipe) if recipe else None
+    if is_artifact(model) and target != "cpu":
+        if recipe:
+            raise ValueError(f"--recipe {recipe}: {model} is an artifact, its weights have formats of their own")
+        chosen = stored_recipe(Artifact.open(model))
     return resolve(geometry, named, engine, "cpu" if target == "cpu" else "cuda", chosen)
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
 from ninfer_jax.cli.main import app
+from ninfer_jax.cli.plan import _setup
 from ninfer_jax.config import ModelConfig
 from ninfer_jax.engine.convert import convert
 from ninfer_jax.engine.runner import Runner
@@ -94,6 +95,15 @@ def test_a_config_of_another_model(tmp_path, gptq, refused):
     refused(lambda: ArtifactWeights(path).parameters(model, lambda *_: None), "mlp", "the model has")
     (path / "config.json").write_text(json.dumps(formats.CONFIG | {"intermediate_size": 128}))
     refused(lambda: Engine.load(path, ENGINE), "config.json has been changed")
+
+
+def test_plan_takes_the_formats_of_an_artifact(gptq):
+    path = str(gptq[0].path)
+    setup = _setup(path, None, "rtx4090", {"draft": 1})
+    assert setup.recipe == stored_recipe(gptq[0]) and setup.recipe.overrides["layers.0.mlp.down_proj"].group == 32
+    assert _setup(path, None, "cpu", {}).recipe is None
+    with pytest.raises(ValueError, match="is an artifact"):
+        _setup(path, "q4", "rtx4090", {})
 
 
 def test_drafting_needs_the_mtp_layer(tmp_path, tensors, recipe, refused):
