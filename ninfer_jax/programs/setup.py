@@ -17,6 +17,7 @@ from ninfer_jax.programs.programs import Programs
 from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
 from pallas_kernels.kv_codecs import check_format
+from weights import tiny_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ def model_of(name: str) -> tuple[ModelConfig, int]:
     """Geometry and the number of ids that its tokenizer names, of a preset or of a model directory. ValueError for neither."""
     if name in PRESETS:
         return preset(name), NAMED_IDS
-    path = Path(name)
+    path = tiny_path() if name == "tiny" and not Path(name).exists() else Path(name)
     if not path.is_dir():
-        raise ValueError(f"{name} is neither a directory nor a preset; presets: {', '.join(PRESETS)}")
+        raise ValueError(f"{name} is neither a directory nor a preset; presets: {', '.join(PRESETS)}, and tiny")
     return ModelConfig.from_hf(path), Tokenizer.from_dir(path).vocab_size
