@@ -6,6 +6,7 @@ the first that is missing. `manifest.json` comes last, when everything has been 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -42,12 +43,14 @@ class Plan:
     """What becomes of a source.
 
     parameters: of the model over the wanted formats. made: "quantised", "repacked" or "kept", by parameter. notes: where the
-    source's own codes could not be kept although the format would have been right, and why.
+    source's own codes could not be kept although the format would have been right, and why. constants: the arrays of
+    parameters that are in no source, by parameter.
     """
 
     parameters: Sequence[ParameterSpec]
     made: Mapping[str, str]
     notes: Sequence[str]
+    constants: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 def parameter_key(spec: ParameterSpec) -> str:
@@ -115,6 +118,7 @@ class _Conversion:
         identity = {
             "recipe": self.recipe,
             "parameters": {parameter_key(spec): self._about(spec, {}) for spec in self.plan.parameters},
+            "constants": {key: artifacts.digest(array) for key, array in self.plan.constants.items()},
             "source": {"format": self.source.format, "files": self._digests()},
             "files": {name: hashlib.sha256(content).hexdigest() for name, content in self._small_files().items()},
         }
@@ -206,6 +210,9 @@ class _Conversion:
     def _arrays(self, spec: ParameterSpec, into: dict[str, np.ndarray]) -> Iterator[int]:
         """Makes the arrays of a parameter, by name; yields the bytes of the source that went into them."""
         key, tensors = parameter_key(spec), [_Rows(t.name, self.source.tensors[t.name]) for t in spec.tensors]
+        if key in self.plan.constants:
+            into[key] = self.plan.constants[key]
+            return
         if spec.stored is None:
             ((_, described),) = spec.arrays.items()
             parts = [t[0 : t.shape[0]] for t in tensors]

@@ -15,11 +15,16 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory (safetensors, plain or quantised), or a .gguf file.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The artifact's directory: empty, not there, or interrupted.")],
     recipe: Annotated[str, typer.Option(help="Formats of the weights: q4 or w8.")] = "q4",
+    draft_head: Annotated[int, typer.Option(help="Rows of a reduced head for drafts, picked by --draft-text; 0: none.")] = 0,
+    draft_text: Annotated[Path | None, typer.Option(help="A text like those to be written, UTF-8: its tokens are kept first.")] = None,
 ) -> None:
     """Quantise a checkpoint, or keep its own 4-bit codes, for `generate` to run."""
     console = Console(stderr=True, highlight=False, emoji=False)
     try:
-        _run(console, source, destination, recipe)
+        if bool(draft_head) != (draft_text is not None):
+            raise ValueError("--draft-head N and --draft-text FILE go together: the rows are picked by the text's tokens")
+        text = draft_text.read_text("utf-8") if draft_text else ""
+        _run(console, source, destination, recipe, dict(draft_head=draft_head, draft_text=text))
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -28,7 +33,7 @@ def convert(
         raise typer.Exit(130) from None
 
 
-def _run(console: Console, source: Path, destination: Path, recipe: str) -> None:
+def _run(console: Console, source: Path, destination: Path, recipe: str, drafts: dict[str, int | str]) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a card's memory is for the engine, and its rounding is not the CPU's
@@ -46,7 +51,7 @@ def _run(console: Console, source: Path, destination: Path, recipe: str) -> None
                 tasks[stage] = bar.add_task(f"{stage:8s}", total=total)
             bar.update(tasks[stage], completed=done)
 
-        artifact = run(source, destination, recipe, progress=show)
+        artifact = run(source, destination, recipe, **drafts, progress=show)
     for note in artifact.manifest["notes"]:
         console.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
     about = artifact.manifest["source"]["format"]

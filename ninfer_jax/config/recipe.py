@@ -23,11 +23,13 @@ class Recipe:
     """A format per role (attention, gdn, gdn_gate, mlp, mtp, head, embed); convolutions and norms are never quantised.
 
     overrides: formats of single projections, by name ("layers.3.mlp.down_proj"), where a checkpoint's own codes were kept.
+    draft_head: rows of the reduced head that drafts choose from, 0 for the whole head.
     """
 
     name: str
     formats: Mapping[str, WeightFormat]
     overrides: Mapping[str, WeightFormat] = dataclasses.field(default_factory=dict)
+    draft_head: int = 0
 
     def with_groups(self, groups: Mapping[str, tuple[str, int]]) -> Recipe:
         """The same, but with other groups for single projections: name -> (role, group)."""
@@ -36,12 +38,14 @@ class Recipe:
 
     def as_json(self) -> dict[str, Any]:
         """Name and formats; the overrides are each parameter's own business there."""
-        return {"name": self.name, "formats": {role: dataclasses.asdict(f) for role, f in self.formats.items()}}
+        formats = {role: dataclasses.asdict(f) for role, f in self.formats.items()}
+        return {"name": self.name, "formats": formats, "draft_head": self.draft_head}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Recipe:
         """What `as_json` gave; KeyError or TypeError for anything else."""
-        return cls(content["name"], {role: WeightFormat(**f) for role, f in content["formats"].items()})
+        formats = {role: WeightFormat(**f) for role, f in content["formats"].items()}
+        return cls(content["name"], formats, draft_head=content["draft_head"])
 
 
 _W4, _W8 = WeightFormat(4, 64), WeightFormat(8, 32)

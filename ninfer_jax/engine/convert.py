@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import jax.numpy as jnp
 
 from ninfer_jax.config import ModelConfig, Recipe, recipe as recipe_called
+from ninfer_jax.engine.draft_head import DRAFT_IDS, pick_ids, with_draft_head
 from ninfer_jax.model import TextModel, parameters_of
 from ninfer_jax.text import Tokenizer
 from weights import Artifact
@@ -16,16 +18,24 @@ from weights.sources import Source, open_source
 
 
 def convert(
-    source: str | Path, destination: str | Path, recipe: str | Recipe = "q4", *, progress: Progress | None = None
-) -> Artifact:
+    source: str | Path, destination: str | Path, recipe: str | Recipe = "q4", *, draft_head: int = 0, draft_text: str = "",
+    progress: Progress | None = None,
+) -> Artifact:  # fmt: skip
     """Quantise the checkpoint `source` by a recipe into the artifact directory `destination`; an interrupted conversion
-    goes on where it was. progress: called with (stage, bytes done, bytes in all).
+    goes on where it was. draft_head: rows of the reduced head that drafts choose from on a GPU (0: none), picked by how often
+    `draft_text` uses their tokens. progress: called with (stage, bytes done, bytes in all).
 
     ValueError, one line: a source or a recipe that does not fit, and what `weights.convert.write_artifact` refuses.
     """
     wanted = recipe_called(recipe) if isinstance(recipe, str) else recipe
-    found = open_source(source)
-    return write_artifact(found, plan(found, wanted), destination, recipe=wanted.as_json(), progress=progress)
+    found, ids = open_source(source), None
+    if draft_head:
+        ids = pick_ids(_tokenizer(found), draft_text, draft_head)
+        found, wanted = with_draft_head(found, ids), dataclasses.replace(wanted, draft_head=draft_head)
+    planned = plan(found, wanted)
+    if ids is not None:
+        planned = dataclasses.replace(planned, constants={DRAFT_IDS: ids})
+    return write_artifact(found, planned, destination, recipe=wanted.as_json(), progress=progress)
 
 
 def plan(source: Source, recipe: Recipe) -> Plan:
@@ -47,12 +57,16 @@ def plan(source: Source, recipe: Recipe) -> Plan:
 
 
 def _check_tokenizer(source: Source, config: ModelConfig) -> None:
+    ids = _tokenizer(source).vocab_size
+    if ids > config.vocab_size:
+        raise ValueError(f"{source.path}: tokenizer.json has {ids} ids, the model a vocab_size of {config.vocab_size}")
+
+
+def _tokenizer(source: Source) -> Tokenizer:
     if "tokenizer.json" not in source.companions:
         raise ValueError(f"{source.path}: no tokenizer.json beside the weights; a checkpoint needs this file")
     try:
         specification = json.loads(source.companions["tokenizer.json"])
     except ValueError as error:
         raise ValueError(f"{source.path}: tokenizer.json is not JSON ({error})") from None
-    ids = Tokenizer(specification).vocab_size
-    if ids > config.vocab_size:
-        raise ValueError(f"{source.path}: tokenizer.json has {ids} ids, the model a vocab_size of {config.vocab_size}")
+    return Tokenizer(specification)

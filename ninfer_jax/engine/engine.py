@@ -77,6 +77,7 @@ class Engine:
         platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
         setup = resolve(model_config, tokenizer.vocab_size, config, platform, weights.recipe(platform))
         ready = setup.programs()
+        weights.check(setup.text_model())
         if programs is None:
             ready.compile_all(lambda done, total: tell("programs", done, total))
         else:

@@ -19,7 +19,7 @@ from ninfer_jax.config import ModelConfig, Recipe
 from ninfer_jax.model import TextModel, fill, fill_arrays, parameter_specs, parameters_of, split_model
 from pallas_kernels import embedding
 from pallas_kernels.matmul import QuantisedWeight, dequantise
-from weights import Artifact, ArtifactError, Checkpoint, ParameterSpec, is_artifact, load_parameters
+from weights import Artifact, ArtifactError, Checkpoint, ParameterSpec, is_artifact, iter_parameters, load_parameters
 
 Tell = Callable[[int, int], None]
 
@@ -33,6 +33,10 @@ class CheckpointWeights:
 
     def recipe(self, platform: str) -> Recipe | None:
         return None
+
+    def check(self, model: TextModel) -> None:
+        """What the files' headers tell, before anything expensive: ValueError for tensors that do not fit."""
+        iter_parameters(self._checkpoint, parameter_specs(model), ignore_prefixes=() if model.has_mtp else ("mtp.",))
 
     def parameters(self, model: TextModel, tell: Tell) -> nnx.State:
         """The filled parameters of `model`, whose weights are in its dtype."""
@@ -54,6 +58,10 @@ class ArtifactWeights:
         """The formats that the model is to be built with: the artifact's on a GPU, none on a CPU."""
         return None if platform == "cpu" else stored_recipe(self.artifact)
 
+    def check(self, model: TextModel) -> None:
+        """What the manifest tells, before anything expensive: ValueError for arrays that do not fit."""
+        self._specs(model.config, model.has_mtp)
+
     def parameters(self, model: TextModel, tell: Tell) -> nnx.State:
         """The filled parameters of `model`, quantised or plain as it is."""
         skip = () if model.has_mtp else ("mtp",)
@@ -70,7 +78,8 @@ class ArtifactWeights:
         for arrays in self.artifact.read_groups(skip=skip, progress=progress):
             while arrays:
                 spec = specs[next(iter(arrays))]
-                tensors |= {name: array.astype(dtypes[name]) for name, array in expand(spec, arrays).items()}
+                # What only a GPU's model has (a draft head) is expanded for nothing and dropped.
+                tensors |= {n: a.astype(dtypes[n]) for n, a in expand(spec, arrays).items() if n in dtypes}
         return fill(described, tensors)
 
     def _specs(self, config: ModelConfig, mtp: bool) -> dict[str, ParameterSpec]:

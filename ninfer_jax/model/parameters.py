@@ -87,8 +87,11 @@ def _take(arrays: MutableMapping[str, Any], name: str, shape: tuple[int, ...], d
 
 
 def _tensors(path: Path, leaf: nnx.Param) -> tuple[TensorSpec, ...]:
-    """The checkpoint tensors that lie in a parameter. Quantised ones are read as bfloat16, which checkpoints have."""
+    """The checkpoint tensors that lie in a parameter. Quantised ones are read as bfloat16, which checkpoints have. Draft ids
+    are in no checkpoint; the rows of the draft head, by the name of that, are picked from the head's."""
     about = leaf.get_metadata()
+    if about["role"] == "draft_ids":
+        return ()
     stored, role = about["stored"], about["role"]
     field, dtype = (path[-1], str(leaf.dtype)) if stored is None else ("weight", "bfloat16")
     trailing = leaf.shape[1:] if stored is None else (about["columns"],)

@@ -11,7 +11,7 @@ from flax import nnx
 from ninfer_jax.config import FULL, ModelConfig, Recipe
 from ninfer_jax.model.attention import Attend, Attention
 from ninfer_jax.model.gdn import GatedDeltaNet, Recur
-from ninfer_jax.model.layers import MLP, Embedding, QuantisedLinear, RMSNorm, projection
+from ninfer_jax.model.layers import MLP, Embedding, QuantisedLinear, RMSNorm, describe, projection
 from ninfer_jax.model.rope import rotary
 from pallas_kernels.matmul import HEAD_ROWS, head_candidates, linear
 
@@ -53,6 +53,10 @@ class MTPHead(nnx.Module):
         self.pre_fc_norm_hidden = RMSNorm(size, eps)
         self.layers = nnx.List([DecoderLayer(config, FULL, dtype, recipe, role="mtp")])
         self.norm = RMSNorm(size, eps)
+        if recipe is not None and recipe.draft_head:
+            # Some rows of the head, and the ids they stand for: a draft only has to be right often.
+            self.draft_head = projection(size, recipe.draft_head, dtype, "head", recipe)
+            self.draft_ids = describe((recipe.draft_head,), jnp.int32, "draft_ids")
 
     def stem(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
         """Both `[tokens, hidden]`; the embedding comes first in the concatenation."""
@@ -126,6 +130,16 @@ class TextModel(nnx.Module):
     def candidates(self, hidden: jax.Array, k: int, valid: int) -> tuple[jax.Array, jax.Array]:
         """The k largest of the first `valid` logits `[tokens, k]`, falling, and their ids; for `has_candidates` only."""
         return head_candidates(hidden, self.lm_head.quantised, k=k, valid=valid)
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether drafts choose from a reduced head."""
+        return self.has_mtp and hasattr(self.mtp, "draft_head")
+
+    def reduced_choice(self, hidden: jax.Array) -> jax.Array:
+        """The most likely id of each row of final-normed hidden `[tokens, hidden]` in the reduced head, int32 `[tokens]`."""
+        head = self.mtp.draft_head.quantised
+        return self.mtp.draft_ids[...][head_candidates(hidden, head, k=1, valid=head.shape[1])[1][:, 0]]
 
     def has_candidates(self, rows: int) -> bool:
         """Whether the head can give the best of `rows` rows without writing all their logits."""

@@ -59,6 +59,8 @@ def _mtp_rows(
 
 
 def _most_likely(model: TextModel, y: jax.Array, valid_ids: int) -> jax.Array:
+    if model.has_draft_head:
+        return model.reduced_choice(y[:, 0])
     if model.has_candidates(y.shape[0]):
         return model.candidates(y[:, 0], 1, valid_ids)[1][:, 0]
     logits = model.logits(y[:, 0])

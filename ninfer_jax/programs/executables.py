@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 
 from ninfer_jax.programs.card import Compilation, compile_program, facts_of
@@ -60,7 +59,7 @@ def compile_to(
         entries[name] |= {k: v for k, v in compilation.json().items() if k not in ("name", "target", "compile_s")}
         del compiled, payload
     manifest = {
-        "format": FORMAT, "target": target, "device": _device_name(target), "jax": jax.__version__, "jaxlib": jaxlib.__version__,
+        "format": FORMAT, "target": target, "device": _device_name(target), "jax": jax.__version__, "jaxlib": jax.lib.__version__,
         "python": machine.python_version(), "configuration": setup.digest(programs), "programs": entries,
     }  # fmt: skip
     temporary = out / (MANIFEST + ".new")
@@ -89,7 +88,7 @@ def load_into(programs: Programs, directory: Path, setup: Setup) -> None:
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"{folder / MANIFEST}: not JSON") from None
     here = {
-        "format": FORMAT, "target": target, "jax": jax.__version__, "jaxlib": jaxlib.__version__,
+        "format": FORMAT, "target": target, "jax": jax.__version__, "jaxlib": jax.lib.__version__,
         "configuration": setup.digest(programs),
     }  # fmt: skip
     for field, value in here.items():

@@ -23,6 +23,7 @@ from ninfer_jax.engine.convert import convert
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.weights_in import ArtifactWeights, CheckpointWeights, stored_recipe
 from ninfer_jax.model import TextModel, parameters_of
+from ninfer_jax.text import Tokenizer
 from pallas_kernels.embedding import QuantisedRows, lookup
 from pallas_kernels.matmul import QuantisedWeight, dequantise
 from weights.convert import parameter_key
@@ -144,3 +145,29 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, tensors):
     assert not (tmp_path / "made" / "manifest.json").exists()
     done = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "made")])  # there is room again
     assert done.exit_code == 0, done.stderr
+
+
+def test_a_draft_head_holds_the_rows_that_its_ids_say(tmp_path, tensors, recipe):
+    """Special tokens and what the text uses are in; the rows are the head's own, quantised."""
+    folder = formats.plain(tmp_path / "source", tensors)
+    tokenizer = Tokenizer.from_dir(folder)
+    text = "Romeo, Romeo! " * 5
+    count = len(tokenizer.special_ids) + 12
+    artifact = convert(folder, tmp_path / "made", recipe, draft_head=count, draft_text=text)
+    ids = np.asarray(artifact.load()["mtp.draft_ids"])
+    assert len(set(ids.tolist())) == count and (np.diff(ids) > 0).all()
+    assert set(tokenizer.special_ids) <= set(ids.tolist()) and set(tokenizer.encode(text)) <= set(ids.tolist())
+    values = meaning(artifact)
+    kept, head = values["mtp.draft_head.weight"], np.asarray(tensors["lm_head.weight"], np.float32)[ids]
+    assert np.linalg.norm(kept - head) < 0.02 * np.linalg.norm(head)
+    loaded = Engine.load(artifact.path, ENGINE).generate(PROMPT, SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True))
+    assert len(loaded.tokens) == 8 and loaded.stats.drafted > 0
+
+
+@pytest.mark.parametrize("count", [1, 10**6])
+def test_a_draft_head_of_an_impossible_size(tmp_path, tensors, recipe, count):
+    folder = formats.plain(tmp_path / "source", tensors)
+    with pytest.raises(ValueError, match=f"draft head: {count} rows"):
+        convert(folder, tmp_path / "made", recipe, draft_head=count, draft_text="x")
+    done = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "made"), "--draft-head", "64"])
+    assert done.exit_code == 1 and "go together" in done.stderr
