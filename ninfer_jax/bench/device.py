@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 
 DEVICE_PEAK, PROCESS_PEAK = "device peak", "process peak RSS"
 
@@ -113,7 +112,7 @@ def versions() -> dict[str, str]:
         "ninfer_jax": importlib.metadata.version("ninfer-jax"),
         "source": _source(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jax.lib.__version__,
         "python": platform.python_version(),
         "backend": device.client.platform_version.splitlines()[0],
         "device": device.device_kind if device.platform != "cpu" else f"{_cpu_name()}, {cores} cores",

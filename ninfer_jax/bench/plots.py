@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from ninfer_jax.bench.results import Row
 
 # What tells lines of a picture apart; the fields that are the same in all of them are left out of the legend.
-_NAMES = {"kv": "kv", "draft": "K", "slots": "slots", "prompt": "prompt", "gen": "gen", "depth": "depth"}
+_NAMES = {"kv": "kv", "draft": "K", "slots": "slots", "prompt": "prompt", "gen": "gen", "depth": "depth", "context": "context"}
 
 
 def write(rows: Sequence[Row], folder: Path) -> tuple[list[Path], list[str]]:
@@ -33,8 +33,10 @@ def speed_by_depth(rows: Sequence[Row]) -> Figure | None:
     if not rows:
         return None
     figure, panels = _figure(rows, 2)
-    for axes, what in zip(panels, ("prefill", "decode"), strict=True):
-        for label, line in _lines([r for r in rows if getattr(r, what)], ("kv", "draft", "slots", "prompt", "gen"), lambda r: r.cell.depth):
+    common = ("kv", "draft", "slots", "context", "prompt")
+    # Prefill has nothing to do with what is generated after it: of several lengths the last one's row is shown.
+    for axes, what, by in zip(panels, ("prefill", "decode"), (common, (*common, "gen")), strict=True):
+        for label, line in _lines([r for r in rows if getattr(r, what)], by, lambda r: r.cell.depth):
             spreads = [getattr(row, what) for row in line]
             error = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
             axes.errorbar([r.cell.depth for r in line], [s.median for s in spreads], error, marker="o", capsize=3, label=label)
@@ -48,7 +50,7 @@ def acceptance_by_draft(rows: Sequence[Row]) -> Figure | None:
     if not rows:
         return None
     figure, panels = _figure(rows, 1)
-    for label, line in _lines(rows, ("kv", "slots", "prompt", "gen", "depth"), lambda r: r.cell.draft):
+    for label, line in _lines(rows, ("kv", "slots", "context", "prompt", "gen", "depth"), lambda r: r.cell.draft):
         panels[0].plot([r.cell.draft for r in line], [r.acceptance for r in line], marker="o", label=label)
     panels[0].set(xlabel="drafts a round (K)", ylabel="accepted / drafted", ylim=(0, 1), xticks=sorted({r.cell.draft for r in rows}))
     return _finish(figure, panels)
@@ -59,25 +61,22 @@ def memory_by_context(rows: Sequence[Row]) -> Figure | None:
     rows = [row for row in rows if row.memory and row.memory.bytes is not None]
     if not rows:
         return None
-    peaks: dict[tuple[str, int, int, int], Row] = {}
-    for row in sorted(rows, key=lambda r: r.memory.bytes):
-        peaks[row.cell.kv, row.cell.draft, row.cell.slots, row.context] = row
     figure, panels = _figure(rows, 1)
-    for label, line in _lines(list(peaks.values()), ("kv", "draft", "slots"), lambda r: r.context):
+    for label, line in _lines(sorted(rows, key=lambda r: r.memory.bytes), ("kv", "draft", "slots"), lambda r: r.context):
         panels[0].plot([r.context for r in line], [r.memory.bytes / 2**30 for r in line], marker="o", label=label)
     what = ", ".join(sorted({r.memory.what for r in rows}))
     panels[0].set(xlabel="context of a slot, tokens", ylabel=f"GiB ({what})", ylim=(0, None))
     return _finish(figure, panels)
 
 
-def _lines(rows: Sequence[Row], by: Iterable[str], x: Callable[[Row], int]) -> list[tuple[str, list[Row]]]:
-    """Rows that agree in the fields `by`, each line sorted by x, with its legend."""
-    lines: dict[tuple[object, ...], list[Row]] = {}
+def _lines(rows: Sequence[Row], by: Sequence[str], x: Callable[[Row], int]) -> list[tuple[str, list[Row]]]:
+    """Rows that agree in the fields `by`, each line sorted by x, the last row of each x, with its legend."""
+    lines: dict[tuple[object, ...], dict[int, Row]] = {}
     for row in rows:
-        lines.setdefault(tuple(getattr(row.cell, field) for field in by), []).append(row)
+        lines.setdefault(tuple(getattr(row.cell, field) for field in by), {})[x(row)] = row
     differ = [i for i, _ in enumerate(by) if len({key[i] for key in lines}) > 1]
     names = [_NAMES[field] for field in by]
-    return [(", ".join(f"{names[i]} {key[i]}" for i in differ), sorted(line, key=x)) for key, line in lines.items()]
+    return [(", ".join(f"{names[i]} {key[i]}" for i in differ), sorted(line.values(), key=x)) for key, line in lines.items()]
 
 
 def _figure(rows: Sequence[Row], panels: int) -> tuple[Figure, list]:
@@ -88,9 +87,12 @@ def _figure(rows: Sequence[Row], panels: int) -> tuple[Figure, list]:
 
 
 def _finish(figure: Figure, panels: list) -> Figure:
+    most = 0
     for axes in panels:
         axes.grid(alpha=0.3)
-    handles, labels = panels[-1].get_legend_handles_labels()
-    if any(labels):
-        figure.legend(handles, labels, fontsize=7, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
+        labels = len(axes.get_legend_handles_labels()[1])
+        if labels > 1:
+            axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False)
+            most = max(most, (labels + 1) // 2)
+    figure.set_figheight(4 + 0.17 * most)
     return figure

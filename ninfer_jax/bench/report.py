@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from ninfer_jax.bench.results import Row, Spread
@@ -22,11 +23,10 @@ def table(rows: Sequence[Row]) -> Table:
     peak = "peak MiB" + (f"\n{whats.pop()}" if len(whats) == 1 else "")
     made = Table(title=title, title_justify="left", caption=_caption(first), caption_justify="left")
     for head in (*_cell_heads(), "context", "prefill tok/s", "decode tok/s", "TTFT ms", "rounds", "accepted", peak, "J/token"):
-        # Where it is narrow, ranges go to a line of their own; nothing is cut off.
-        made.add_column(head, justify="left" if head == "kv" else "right", overflow="fold")
+        made.add_column(head, justify="left" if head == "kv" else "right", no_wrap=True)
     for row in rows:
         if row.refused:
-            made.add_row(*_cell(row), "refused", *[""] * 7)
+            made.add_row(*_cell(row), str(row.cell.context or ""), "refused", *[""] * 6)
             continue
         memory = row.memory.bytes if row.memory else None
         made.add_row(
@@ -37,6 +37,12 @@ def table(rows: Sequence[Row]) -> Table:
             _spread(row.energy, digits=3),
         )  # fmt: skip
     return made
+
+
+def show(console: Console, made: Table) -> None:
+    """Print in full width, to which the console is set: in a narrower terminal lines wrap, but no figure is cut off."""
+    console.width = max(console.width, Console(width=10_000).measure(made).maximum)
+    console.print(made)
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
@@ -59,7 +65,7 @@ def to_csv(rows: Sequence[Row]) -> str:
         memory = [row.memory.bytes, row.memory.what] if row.memory else [None, None]
         cell = [getattr(row.cell, name) for name in CELL]
         how = "refused" if row.refused else "measured"
-        write.writerow([how, row.settings["model"], row.versions["device"], *cell, row.context, *found, row.acceptance, *memory, row.refused])
+        write.writerow([how, row.settings["model"], row.versions["device"], *cell, row.context or row.cell.context, *found, row.acceptance, *memory, row.refused])
     return out.getvalue()
 
 
@@ -70,17 +76,17 @@ def compare(rows: Sequence[Row], old: Sequence[Row], name: str) -> Table:
     """
     latest = {row.cell: row for row in sorted(old, key=lambda row: row.date) if not row.refused}
     made = Table(title=f"new / {name}", title_justify="left", caption="~: the ranges of the repeats overlap", caption_justify="left")
-    for head in (*_cell_heads(), "prefill tok/s", "decode tok/s", "TTFT", "accepted", "peak memory", "J/token"):
-        made.add_column(head, justify="left" if head == "kv" else "right", overflow="fold")
+    for head in (*_cell_heads(), "context", "prefill tok/s", "decode tok/s", "TTFT", "accepted", "peak memory", "J/token"):
+        made.add_column(head, justify="left" if head == "kv" else "right", no_wrap=True)
     for row in rows:
         before = latest.get(row.cell)
         if row.refused or before is None:
-            made.add_row(*_cell(row), "refused now" if row.refused else "not in the file", *[""] * 5)
+            made.add_row(*_cell(row), str(row.context or row.cell.context or ""), "refused now" if row.refused else "not in the file", *[""] * 5)
             continue
         ratio: Callable[[str], str] = lambda field, before=before, row=row: _ratio(getattr(row, field), getattr(before, field))  # noqa: E731
         accepted = [_NONE if a is None else f"{a:.1%}" for a in (before.acceptance, row.acceptance)]
         made.add_row(
-            *_cell(row), ratio("prefill"), ratio("decode"), ratio("ttft"), " -> ".join(dict.fromkeys(accepted)),
+            *_cell(row), str(row.context), ratio("prefill"), ratio("decode"), ratio("ttft"), " -> ".join(dict.fromkeys(accepted)),
             _memory_ratio(row, before), ratio("energy"),
         )  # fmt: skip
     return made
@@ -117,6 +123,8 @@ def _cell(row: Row) -> list[str]:
 def _spread(spread: Spread | None, scale: float = 1.0, digits: int = 1) -> str:
     if spread is None:
         return _NONE
+    if spread.median * scale >= 1000:
+        digits = 0
     median, low, high = (f"{value * scale:.{digits}f}" for value in (spread.median, spread.low, spread.high))
     return f"{median} ({low}..{high})"
 

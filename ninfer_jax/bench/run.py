@@ -26,7 +26,7 @@ Tell = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Settings:
     """What a cell's result depends on beside the cell. model: directory name; weights: fingerprint of its files; corpus:
-    its name. context: capacity of a slot where one was asked for, else None: the largest need of an engine's cells."""
+    its name."""
 
     model: str
     weights: str
@@ -35,7 +35,6 @@ class Settings:
     repeats: int
     prefill_chunk: int
     dtype: str
-    context: int | None
 
     def __post_init__(self) -> None:
         if self.warmup < 0 or self.repeats < 1:
@@ -75,11 +74,11 @@ class Bench:
         # Cells measured before count for the size too: the engine is the one that an uninterrupted run would have made.
         sized_by = [cell for cell in group.cells if cell not in rows or not rows[cell].refused]
         while todo := [cell for cell in group.cells if cell not in rows]:
-            context = self._given.context or max(cell.need for cell in sized_by)
+            context = group.context or max(cell.need for cell in sized_by)
             engine = self._engine(group, context)
             if isinstance(engine, str):
                 # Without the largest cells a smaller engine will do.
-                out = [cell for cell in sized_by if self._given.context or cell.need == context]
+                out = [cell for cell in sized_by if group.context or cell.need == context]
                 rows |= {cell: self._refuse(cell, engine) for cell in out if cell in todo}
                 sized_by = [cell for cell in sized_by if cell not in out]
                 continue
@@ -106,8 +105,8 @@ class Bench:
             return f"memory: {str(error).splitlines()[0]}"
 
     def _too_large(self, cell: Cell) -> str | None:
-        if self._given.context and cell.need > self._given.context:
-            return f"context: {cell.need} tokens are needed, --context is {self._given.context}"
+        if cell.context and cell.need > cell.context:
+            return f"context: {cell.need} tokens are needed, --context is {cell.context}"
         try:
             self._texts(cell)
         except ValueError as error:

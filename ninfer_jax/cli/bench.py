@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 _Option = typer.Option
 _MANY = "several by commas"
-# Columns of the table: in a narrower terminal its lines wrap; in a file nothing has to.
-LEAST_WIDTH, FILE_WIDTH = 132, 240
 
 
 def bench(
@@ -30,7 +28,7 @@ def bench(
     repeats: Annotated[int, _Option(help="Timed runs of a cell.")] = 5,
     warmup: Annotated[int, _Option(help="Untimed runs of a cell before.")] = 1,
     corpus: Annotated[Path | None, _Option(help="UTF-8 text to cut prompts from; default: the sources of Python's standard library.")] = None,
-    context: Annotated[int | None, _Option(help="Capacity of a slot; default: the largest need of an engine's cells.")] = None,
+    context: Annotated[str | None, _Option(help=f"Capacity of a slot; default: the largest need of an engine's cells; {_MANY}.")] = None,
     prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
     json_file: Annotated[Path | None, _Option("--json", help="Keep the results here, written after every cell.")] = None,
@@ -42,9 +40,10 @@ def bench(
     """Measure prefill, decode, first token, drafts, memory and energy over every combination of the lists."""
     console = Console(stderr=True, highlight=False, emoji=False)
     try:
-        lists = {"prompt": prompt, "gen": gen, "depth": depth, "draft": draft, "slots": slots}
-        _run(console, model, {name: _integers(name, given) for name, given in lists.items()}, kv,
-             dict(warmup=warmup, repeats=repeats, prefill_chunk=prefill_chunk, dtype=dtype, context=context), corpus,
+        given = {"prompt": prompt, "gen": gen, "depth": depth, "draft": draft, "slots": slots}
+        lists = {name: _integers(name, text) for name, text in given.items()}
+        lists["context"] = [None] if context is None else _integers("context", context)
+        _run(console, model, lists, kv, dict(warmup=warmup, repeats=repeats, prefill_chunk=prefill_chunk, dtype=dtype), corpus,
              _Files(json_file, resume, csv_file, plot, compare))  # fmt: skip
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
@@ -70,7 +69,7 @@ class _Files:
 
 
 def _run(
-    console: Console, model: str, lists: dict[str, list[int]], kv: str | None, shapes: dict, corpus_file: Path | None, files: _Files
+    console: Console, model: str, lists: dict[str, list], kv: str | None, shapes: dict, corpus_file: Path | None, files: _Files
 ) -> None:
     # Imported here so that --help and mistakes in the arguments do not wait for JAX.
     import jax
@@ -86,16 +85,14 @@ def _run(
     from weights import tiny_path
 
     engine = EngineConfig(prefill_chunk=shapes["prefill_chunk"], dtype=shapes["dtype"])
-    if shapes["context"] is not None:
-        EngineConfig(context=shapes["context"])
     path = tiny_path() if model == "tiny" and not Path(model).exists() else Path(model)
     geometry, tokenizer = ModelConfig.from_hf(path), Tokenizer.from_dir(path)
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
     formats = _items("kv", kv) if kv is not None else [resolve(geometry, tokenizer.vocab_size, engine, platform).shape.kv]
-    wanted = matrix.cells(*(lists[n] for n in ("prompt", "gen", "depth")), formats, lists["draft"], lists["slots"], engine.prefill_chunk)
-    groups = matrix.by_engine(
-        wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * (shapes["context"] or group.context) * group.slots
+    wanted = matrix.cells(
+        lists["prompt"], lists["gen"], lists["depth"], formats, lists["draft"], lists["slots"], lists["context"], engine.prefill_chunk
     )
+    groups = matrix.by_engine(wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * group.capacity * group.slots)
     settings = Settings(path.resolve().name, device.fingerprint(path), "", **shapes)
     old = read_rows(files.compare) if files.compare else []
     results = Results(files.json, read_rows(files.json) if files.resume and files.json.exists() else ())
@@ -113,12 +110,11 @@ def _run(
 
         rows = Bench(settings, device.versions(), text, load, results, bar.tell, bar.row).run(groups)
     out = Console(highlight=False, emoji=False)
-    out.width = max(out.width, LEAST_WIDTH) if out.is_terminal else FILE_WIDTH
-    out.print(report.table(rows))
+    report.show(out, report.table(rows))
     for line in report.refusals(rows):
         console.print(line, markup=False, soft_wrap=True)
     if files.compare:
-        out.print(report.compare(rows, old, files.compare.name))
+        report.show(out, report.compare(rows, old, files.compare.name))
         for line in report.differences(rows, old):
             out.print(f"differs: {line}", markup=False, soft_wrap=True)
     _write(console, rows, files)
