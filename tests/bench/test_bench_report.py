@@ -63,7 +63,7 @@ def test_nothing_is_cut_off_in_a_narrow_terminal(row):
     (line,) = (line for line in console.file.getvalue().splitlines() if line.startswith("│"))
     assert [cell.strip() for cell in line.split("│")[1:-1]] == [
         "262000", "128", "0", "rk4v4-e8", "2", "4", "262144", "3493 (2620..10533)", "267.4 (254.0..338.7)", "300000 (99500..400000)",
-        "16", "18.8%", "16,384", "19.685 (19.685..19.685)",
+        "16", "6.2%", "16,384", "19.685 (19.685..19.685)",
     ]  # fmt: skip
 
 
