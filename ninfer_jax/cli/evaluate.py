@@ -127,8 +127,12 @@ class Job:
     """What all measures share: engines one at a time, so that one card is enough, and the text in tokens."""
 
     def __init__(self, console: Console, model: str, text: str, formats: list[str | None], chunk: int, dtype: str):
+        from pallas_kernels.kv_codecs import check_format
         from weights import tiny_path
 
+        for kv in formats:
+            if kv is not None:  # before the first engine loads, not when its turn comes
+                check_format(kv)
         path = Path(model)
         self.console, self.text, self.formats = console, text, formats
         self.path = tiny_path() if model == "tiny" and not path.exists() else path
@@ -174,9 +178,10 @@ def _ppl(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
 
 def _kld(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
     from ninfer_jax.evaluate import divergence, plots
+    from pallas_kernels.kv_codecs import check_format
 
     depths, tokens = options["depths"], options["tokens"]
-    options["reference"] = options["reference"] or "bf16"
+    options["reference"] = check_format(options["reference"] or "bf16")
     others = [kv for kv in job.formats if kv not in (None, options["reference"])]
     if not others:
         raise ValueError(f"kld: give the formats to compare with {options['reference']} as --kv, for instance --kv int8,rk4v4-e8")

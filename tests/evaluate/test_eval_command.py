@@ -87,6 +87,7 @@ def test_the_others(invoke, tmp_path):
         (("kld", "--kv", "rk4v4", "--depths", "a"), "--depths 'a': give numbers by commas"),
         (("kld", "--kv", "rk4v4", "--depths", "1,1"), "--depths '1,1': no negative numbers and none twice"),
         (("kld", "--kv", "int9"), "kv format 'int9' is unknown"),
+        (("kld", "--kv", "rk4v4", "--reference", "float64"), "kv format 'float64' is unknown"),
         (("needle", "--depths", "0,2"), "a needle's place is from 0 (beginning) to 1 (end)"),
         (("acceptance", "--drafts", "6"), "K is from 1 to 5"),
         (("drift", "--kv", "f32,int8"), "drift: give one format as --kv"),
