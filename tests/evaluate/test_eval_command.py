@@ -6,13 +6,13 @@ import hashlib
 import json
 
 import pytest
-from conftest import TEXT
 from typer.testing import CliRunner
 
 from ninfer_jax import Engine
 from ninfer_jax.cli.main import app
 from ninfer_jax.evaluate.divergence import compare, decode_logprobs
 from ninfer_jax.evaluate.perplexity import text_loss
+from sample_text import TEXT
 from weights import tiny_path
 
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from conftest import TEXT
 from ninfer_jax.evaluate.perplexity import text_loss, token_logprobs
+from sample_text import TEXT
 
 
 def logprob(engine, history: list[int], token: int) -> float:
