@@ -30,8 +30,8 @@ class Corpus:
         need = runs * slots * length
         if need > len(self.ids):
             raise ValueError(
-                f"corpus: {need:,} tokens are needed ({runs} runs x {slots} slots x {length:,}), {self.name} has {len(self.ids):,}; "
-                "give a longer --corpus, or take fewer --repeats or a smaller depth"
+                f"corpus: {need:,} tokens are needed ({runs} runs x {slots} slots x {length:,}), "
+                f"{self.name} has {len(self.ids):,}; give a longer --corpus, or take fewer --repeats or a smaller depth"
             )
         at = iter(range(0, need, length))
         return [[self.ids[(start := next(at)) : start + length] for _ in range(slots)] for _ in range(runs)]

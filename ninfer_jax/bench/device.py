@@ -132,7 +132,11 @@ def _source() -> str:
     digest = hashlib.sha256()
     for package in ("ninfer_jax", "pallas_kernels", "weights"):
         (root,) = {Path(p) for p in importlib.import_module(package).__path__}
-        files = (f for f in root.rglob("*") if f.suffix in (".py", ".json") and f.relative_to(root).parts[0] not in ("bench", "cli", "tiny"))
+        files = (
+            f
+            for f in root.rglob("*")
+            if f.suffix in (".py", ".json") and f.relative_to(root).parts[0] not in ("bench", "cli", "tiny")
+        )
         for file in sorted(files):
             digest.update(f"{package}/{file.relative_to(root).as_posix()}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]

@@ -65,7 +65,9 @@ def cells(
             near = max(1, round(depth / chunk)) * chunk
             raise ValueError(f"depth is {depth}, it must be a multiple of the prefill chunk {chunk}; the nearest is {near}")
     for kv, draft, count, context in product(kvs, drafts, slots, contexts):
-        EngineConfig(kv=kv, draft=draft, slots=count, context=context)  # a name or number that no engine takes is a typing mistake
+        EngineConfig(
+            kv=kv, draft=draft, slots=count, context=context
+        )  # a name or number that no engine takes is a typing mistake
     every = product(kvs, drafts, slots, contexts, depths, prompts, gens)
     return list(dict.fromkeys(Cell(p, g, d, kv, k, s, c) for kv, k, s, c, d, p, g in every))
 

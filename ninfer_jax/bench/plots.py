@@ -17,7 +17,11 @@ def write(rows: Sequence[Row], folder: Path) -> tuple[list[Path], list[str]]:
     """PNGs of what `rows` have figures for: the paths written, and a line for each picture left out."""
     made, left_out = [], []
     rows = [row for row in rows if not row.refused]
-    pictures = {"speed_by_depth": speed_by_depth, "acceptance_by_draft": acceptance_by_draft, "memory_by_context": memory_by_context}
+    pictures = {
+        "speed_by_depth": speed_by_depth,
+        "acceptance_by_draft": acceptance_by_draft,
+        "memory_by_context": memory_by_context,
+    }
     for name, draw in pictures.items():
         figure = draw(rows)
         if figure is None:
@@ -52,7 +56,9 @@ def acceptance_by_draft(rows: Sequence[Row]) -> Figure | None:
     figure, panels = _figure(rows, 1)
     for label, line in _lines(rows, ("kv", "slots", "context", "prompt", "gen", "depth"), lambda r: r.cell.draft):
         panels[0].plot([r.cell.draft for r in line], [r.acceptance for r in line], marker="o", label=label)
-    panels[0].set(xlabel="drafts a round (K)", ylabel="accepted / drafted", ylim=(0, 1), xticks=sorted({r.cell.draft for r in rows}))
+    panels[0].set(
+        xlabel="drafts a round (K)", ylabel="accepted / drafted", ylim=(0, 1), xticks=sorted({r.cell.draft for r in rows})
+    )
     return _finish(figure, panels)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -53,7 +53,13 @@ def refusals(rows: Sequence[Row]) -> list[str]:
 def to_csv(rows: Sequence[Row]) -> str:
     """One line a cell; empty where there is no figure."""
     out = io.StringIO()
-    spreads = {"prefill_tok_s": "prefill", "decode_tok_s": "decode", "ttft_s": "ttft", "rounds": "rounds", "joules_per_token": "energy"}
+    spreads = {
+        "prefill_tok_s": "prefill",
+        "decode_tok_s": "decode",
+        "ttft_s": "ttft",
+        "rounds": "rounds",
+        "joules_per_token": "energy",
+    }
     names = [name + end for name in spreads for end in ("", "_min", "_max")]
     write = csv.writer(out, lineterminator="\n")
     write.writerow(["how", "model", "device", *CELL, "context", *names, "acceptance", "memory_bytes", "memory_what", "refused"])
@@ -65,7 +71,9 @@ def to_csv(rows: Sequence[Row]) -> str:
         memory = [row.memory.bytes, row.memory.what] if row.memory else [None, None]
         cell = [getattr(row.cell, name) for name in CELL]
         how = "refused" if row.refused else "measured"
-        write.writerow([how, row.settings["model"], row.versions["device"], *cell, row.context or row.cell.context, *found, row.acceptance, *memory, row.refused])
+        context = row.context or row.cell.context
+        names = [row.settings["model"], row.versions["device"]]
+        write.writerow([how, *names, *cell, context, *found, row.acceptance, *memory, row.refused])
     return out.getvalue()
 
 
@@ -75,19 +83,22 @@ def compare(rows: Sequence[Row], old: Sequence[Row], name: str) -> Table:
     The old row of a cell is its latest. A memory ratio needs equal contexts, otherwise it is n/a.
     """
     latest = {row.cell: row for row in sorted(old, key=lambda row: row.date) if not row.refused}
-    made = Table(title=f"new / {name}", title_justify="left", caption="~: the ranges of the repeats overlap", caption_justify="left")
+    made = Table(
+        title=f"new / {name}", title_justify="left", caption="~: the ranges of the repeats overlap", caption_justify="left"
+    )
     for head in (*_cell_heads(), "context", "prefill tok/s", "decode tok/s", "TTFT", "accepted", "peak memory", "J/token"):
         made.add_column(head, justify="left" if head == "kv" else "right", no_wrap=True)
     for row in rows:
         before = latest.get(row.cell)
         if row.refused or before is None:
-            made.add_row(*_cell(row), str(row.context or row.cell.context or ""), "refused now" if row.refused else "not in the file", *[""] * 5)
+            why = "refused now" if row.refused else "not in the file"
+            made.add_row(*_cell(row), str(row.context or row.cell.context or ""), why, *[""] * 5)
             continue
-        ratio: Callable[[str], str] = lambda field, before=before, row=row: _ratio(getattr(row, field), getattr(before, field))  # noqa: E731
+        prefill, decode, ttft, energy = (_ratio(getattr(row, f), getattr(before, f)) for f in ("prefill", "decode", "ttft", "energy"))
         accepted = [_NONE if a is None else f"{a:.1%}" for a in (before.acceptance, row.acceptance)]
         made.add_row(
-            *_cell(row), str(row.context), ratio("prefill"), ratio("decode"), ratio("ttft"), " -> ".join(dict.fromkeys(accepted)),
-            _memory_ratio(row, before), ratio("energy"),
+            *_cell(row), str(row.context), prefill, decode, ttft, " -> ".join(dict.fromkeys(accepted)),
+            _memory_ratio(row, before), energy,
         )  # fmt: skip
     return made
 
@@ -107,8 +118,8 @@ def differences(rows: Sequence[Row], old: Sequence[Row]) -> list[str]:
 def _caption(row: Row) -> str:
     given = row.settings
     return (
-        f"measured: median (least..largest) of {given['repeats']} repeats after {given['warmup']} warm-up, greedy, text: {given['corpus']}; "
-        f"depth is in no rate"
+        f"measured: median (least..largest) of {given['repeats']} repeats after {given['warmup']} warm-up, greedy, "
+        f"text: {given['corpus']}; depth is in no rate"
     )
 
 

@@ -88,7 +88,9 @@ class Row:
         return Spread(statistics.median(values), min(values), max(values)) if values else None
 
     def json(self) -> dict[str, Any]:
-        named = dict(prefill_tok_s=self.prefill, decode_tok_s=self.decode, ttft_s=self.ttft, rounds=self.rounds, joules_per_token=self.energy)
+        named = dict(
+            prefill_tok_s=self.prefill, decode_tok_s=self.decode, ttft_s=self.ttft, rounds=self.rounds, joules_per_token=self.energy
+        )  # fmt: skip
         measured = {name: spread and dataclasses.asdict(spread) for name, spread in named.items()}
         own = dataclasses.asdict(self)
         return {"how": "refused" if self.refused else "measured", **own, "summary": {**measured, "acceptance": self.acceptance}}
@@ -97,9 +99,8 @@ class Row:
     def from_json(cls, given: dict[str, Any]) -> Row:
         own = {field.name: given[field.name] for field in dataclasses.fields(cls)}
         memory, samples = own.pop("memory"), own.pop("samples")
-        return cls(**{
-            **own, "cell": Cell(**own["cell"]), "samples": tuple(Sample(**s) for s in samples), "memory": memory and Memory(**memory),
-        })  # fmt: skip
+        own |= {"cell": Cell(**own["cell"]), "samples": tuple(Sample(**s) for s in samples), "memory": memory and Memory(**memory)}
+        return cls(**own)
 
 
 class Results:

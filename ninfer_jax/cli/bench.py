@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,18 +22,26 @@ def bench(
     model: Annotated[str, typer.Argument(help="A model directory, or `tiny` for the bundled model.")],
     prompt: Annotated[str, _Option(help=f"Prompt tokens that are timed; {_MANY}.")] = "512",
     gen: Annotated[str, _Option(help=f"Tokens to generate, the prefill's own first one included; {_MANY}.")] = "128",
-    depth: Annotated[str, _Option(help=f"Tokens filled before the prompt, untimed, multiples of the prefill chunk; {_MANY}.")] = "0",
+    depth: Annotated[
+        str, _Option(help=f"Tokens filled before the prompt, untimed, multiples of the prefill chunk; {_MANY}.")
+    ] = "0",
     kv: Annotated[str | None, _Option(help=f"KV formats f32, bf16, int8, rk8v4, rk4v4, rk4v4-e8; {_MANY}.")] = None,
     draft: Annotated[str, _Option(help=f"K, tokens that the MTP head drafts a round, 0 to 5; {_MANY}.")] = "0",
     slots: Annotated[str, _Option(help=f"Sequences side by side, 1 to 4; {_MANY}.")] = "1",
     repeats: Annotated[int, _Option(help="Timed runs of a cell.")] = 5,
     warmup: Annotated[int, _Option(help="Untimed runs of a cell before.")] = 1,
-    corpus: Annotated[Path | None, _Option(help="UTF-8 text to cut prompts from; default: the sources of Python's standard library.")] = None,
-    context: Annotated[str | None, _Option(help=f"Capacity of a slot; default: the largest need of an engine's cells; {_MANY}.")] = None,
+    corpus: Annotated[
+        Path | None, _Option(help="UTF-8 text to cut prompts from; default: the sources of Python's standard library.")
+    ] = None,
+    context: Annotated[
+        str | None, _Option(help=f"Capacity of a slot; default: the largest need of an engine's cells; {_MANY}.")
+    ] = None,
     prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
     json_file: Annotated[Path | None, _Option("--json", help="Keep the results here, written after every cell.")] = None,
-    resume: Annotated[bool, _Option("--resume", help="Take from the --json file what it has with these settings and versions.")] = False,
+    resume: Annotated[
+        bool, _Option("--resume", help="Take from the --json file what it has with these settings and versions.")
+    ] = False,
     csv_file: Annotated[Path | None, _Option("--csv", help="Write the table here too.")] = None,
     plot: Annotated[Path | None, _Option(help="Directory for PNGs: speed by depth, acceptance by K, memory by context.")] = None,
     compare: Annotated[Path | None, _Option(help="An earlier --json file: print ratios to it, cell by cell.")] = None,
@@ -90,23 +99,27 @@ def _run(
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
     formats = _items("kv", kv) if kv is not None else [resolve(geometry, tokenizer.vocab_size, engine, platform).shape.kv]
     wanted = matrix.cells(
-        lists["prompt"], lists["gen"], lists["depth"], formats, lists["draft"], lists["slots"], lists["context"], engine.prefill_chunk
+        prompts=lists["prompt"], gens=lists["gen"], depths=lists["depth"], kvs=formats, drafts=lists["draft"],
+        slots=lists["slots"], contexts=lists["context"], chunk=engine.prefill_chunk,
+    )  # fmt: skip
+    groups = matrix.by_engine(
+        wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * group.capacity * group.slots
     )
-    groups = matrix.by_engine(wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * group.capacity * group.slots)
     settings = Settings(path.resolve().name, device.fingerprint(path), "", **shapes)
     old = read_rows(files.compare) if files.compare else []
     results = Results(files.json, read_rows(files.json) if files.resume and files.json.exists() else ())
-    results.write()  # a place that cannot be written should not wait for the first cell
 
     with _Progress(console, len(wanted)) as bar:
-        text = corpus.open_corpus(
-            tokenizer, corpus_file, tokens_needed(wanted, settings), lambda done, total: bar.tell("tokenising the corpus", done, total)
-        )
-        settings = Settings(**{**vars(settings), "corpus": text.name})
+        need = tokens_needed(wanted, settings)
+        text = corpus.open_corpus(tokenizer, corpus_file, need, lambda done, total: bar.tell("tokenising the corpus", done, total))
+        settings = replace(settings, corpus=text.name)
+        results.write()  # a place that cannot be written should not wait for the first cell
 
         def load(config: EngineConfig) -> Engine:
             words = f"context {config.context}, kv {config.kv}, K {config.draft}, slots {config.slots}"
-            return Engine.load(path, config, progress=lambda stage, done, total: bar.tell(f"engine ({words}): {stage}", done, total))
+            return Engine.load(
+                path, config, progress=lambda stage, done, total: bar.tell(f"engine ({words}): {stage}", done, total)
+            )
 
         rows = Bench(settings, device.versions(), text, load, results, bar.tell, bar.row).run(groups)
     out = Console(highlight=False, emoji=False)

@@ -28,7 +28,9 @@ def engine() -> Engine:
 def row() -> Callable[..., Row]:
     """Makes a row: of a cell given by its changed fields, with one sample a (prefill seconds, decode seconds)."""
 
-    def make(times: tuple[tuple[float, float], ...] = ((0.5, 2.0), (1.0, 1.0), (0.25, 4.0)), memory: int | None = 2**20, **fields: Any) -> Row:
+    def make(
+        times: tuple[tuple[float, float], ...] = ((0.5, 2.0), (1.0, 1.0), (0.25, 4.0)), memory: int | None = 2**20, **fields: Any
+    ) -> Row:
         given = {"prompt": 64, "gen": 9, "depth": 0, "kv": "f32", "draft": 2, "slots": 1} | fields
         own = {k: given.pop(k) for k in ("refused", "settings", "versions", "date", "energy") if k in given}
         cell = Cell(**given)
@@ -38,7 +40,12 @@ def row() -> Callable[..., Row]:
                    rounds * cell.draft, at + 1 if cell.draft else 0, own.get("energy"))
             for at, (prefill, decode) in enumerate(times)
         )  # fmt: skip
-        common = (cell, own.get("settings", SETTINGS), own.get("versions", VERSIONS), own.get("date", "2026-11-30T10:00:00+00:00"))
+        common = (
+            cell,
+            own.get("settings", SETTINGS),
+            own.get("versions", VERSIONS),
+            own.get("date", "2026-11-30T10:00:00+00:00"),
+        )
         if "refused" in own:
             return Row(*common, refused=own["refused"])
         return Row(*common, context=cell.context or cell.need, load=0.5, samples=samples, memory=Memory(memory, PROCESS_PEAK))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import __future__
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from ninfer_jax.bench.matrix import by_engine, cells
 from ninfer_jax.text import Tokenizer
 from weights import tiny_path
 
-LISTS = dict(prompts=[64, 128], gens=[8], depths=[0, 256], kvs=["f32", "rk4v4"], drafts=[0, 2], slots=[1], contexts=[None], chunk=64)
+LISTS = dict(
+    prompts=[64, 128], gens=[8], depths=[0, 256], kvs=["f32", "rk4v4"], drafts=[0, 2], slots=[1], contexts=[None], chunk=64
+)
 
 
 def quiet(done: int, total: int) -> None:
@@ -77,7 +80,9 @@ def test_a_short_text_says_how_many_tokens_are_needed(tokenizer, tmp_path):
     file = tmp_path / "short.txt"
     file.write_text("ROMEO.\n" * 9, "utf-8")
     corpus = open_corpus(tokenizer, file, 1000, quiet)
-    with pytest.raises(ValueError, match=rf"corpus: 24,000 tokens are needed \(6 runs x 4 slots x 1,000\), short.txt .* has {len(corpus.ids)};"):
+    with pytest.raises(
+        ValueError, match=rf"corpus: 24,000 tokens are needed \(6 runs x 4 slots x 1,000\), short.txt .* has {len(corpus.ids)};"
+    ):
         corpus.texts(6, 4, 1000)
     assert corpus.texts(1, 1, len(corpus.ids)) == [[corpus.ids]]
 
@@ -91,7 +96,7 @@ def test_files_that_are_no_text(tokenizer, tmp_path):
 
 
 def test_the_standard_library_is_there_without_its_tests(tokenizer):
-    names = [name for name, _ in zip((name for name, _ in standard_library_texts()), range(400))]
+    names = [name for name, _ in itertools.islice(standard_library_texts(), 400)]
     assert {"abc.py", "argparse.py", "json/decoder.py", "asyncio/events.py"} <= set(names)
     assert names == sorted(names, key=lambda name: ("/" in name, name))
     assert not {Path(name).parts[0] for name in names} & {"test", "site-packages", "encodings"}

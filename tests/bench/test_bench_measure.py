@@ -49,7 +49,9 @@ def clock(monkeypatch, engine):
 def test_times_of_one_slot(engine, clock):
     texts = [ids(engine, 228, 1)]
     (stats,) = by_generate(engine, texts, 12)
-    sample = measuring.measure(engine, Cell(prompt=100, gen=12, depth=128, kv="f32", draft=2, slots=1), texts, energy=lambda: clock[0] * 40)
+    sample = measuring.measure(
+        engine, Cell(prompt=100, gen=12, depth=128, kv="f32", draft=2, slots=1), texts, energy=lambda: clock[0] * 40
+    )
     assert asdict(sample) == dict(
         prefill_tokens=100, prefill_s=2 * 1.0 + 0.25, fill_s=2 * 1.0, ttft_s=0.5 + 2 * 1.0 + 0.25,
         decode_tokens=11, decode_s=stats.rounds * 0.125, rounds=stats.rounds, drafted=stats.drafted, accepted=stats.accepted,
@@ -78,11 +80,16 @@ def test_slots_prefill_in_turn_and_decode_together(engine, clock):
 
 
 def test_drafts_are_those_of_the_engine(engine):
-    texts = [engine.tokenizer.encode(text)[:20] for text in ("ROMEO.\nWhat lady is that, which doth enrich the hand", "def read(self, size=-1):\n    if size < 0:\n")]
+    texts = [
+        engine.tokenizer.encode(text)[:20]
+        for text in ("ROMEO.\nWhat lady is that, which doth enrich the hand", "def read(self, size=-1):\n    if size < 0:\n")
+    ]
     texts = [text[: min(map(len, texts))] for text in texts]
     sample = measuring.measure(engine, Cell(len(texts[0]), 30, 0, "f32", 2, 2), texts)
     stats = by_generate(engine, texts, 30)
-    assert (sample.rounds, sample.drafted, sample.accepted) == tuple(sum(getattr(s, f) for s in stats) for f in ("rounds", "drafted", "accepted"))
+    assert (sample.rounds, sample.drafted, sample.accepted) == tuple(
+        sum(getattr(s, f) for s in stats) for f in ("rounds", "drafted", "accepted")
+    )
     assert sample.drafted == 2 * sample.rounds and sample.accepted > 0
 
 

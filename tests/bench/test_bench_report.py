@@ -47,30 +47,54 @@ def test_the_table_shows_medians_and_ranges(row):
     text = shown(report.table([row(energy=16.0), row(gen=1, draft=0, memory=None), row(prompt=9999, refused="memory: no")]))
     first, second, third = [[c.strip() for c in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     assert first == [
-        "64", "9", "0", "f32", "2", "1", "73", "128.0 (64.0..256.0)", "4.0 (2.0..8.0)", "500.0 (250.0..1000.0)", "4", "25.0%", "1",
-        "2.000 (2.000..2.000)",
+        "64", "9", "0", "f32", "2", "1", "73", "128.0 (64.0..256.0)", "4.0 (2.0..8.0)", "500.0 (250.0..1000.0)", "4", "25.0%",
+        "1", "2.000 (2.000..2.000)",
     ]  # fmt: skip
     assert second[8] == second[11] == second[12] == second[13] == "n/a"
     assert third[:8] == ["9999", "9", "0", "f32", "2", "1", "", "refused"]
     assert "process peak RSS" in text and "measured: median" in text and "3 repeats after 1 warm-up" in text
-    assert report.refusals([row(refused="memory: no")]) == ["refused: prompt 64, gen 9, depth 0, kv f32, K 2, slots 1: memory: no"]
+    assert report.refusals([row(refused="memory: no")]) == [
+        "refused: prompt 64, gen 9, depth 0, kv f32, K 2, slots 1: memory: no"
+    ]
 
 
 def test_nothing_is_cut_off_in_a_narrow_terminal(row):
     console = Console(width=80, file=io.StringIO())
-    long = row(kv="rk4v4-e8", context=262_144, prompt=262_000, gen=128, slots=4, memory=2**34, times=((300.0, 2.0), (99.5, 1.5), (400.0, 1.9)), energy=9999.9)
+    long = row(
+        kv="rk4v4-e8",
+        context=262_144,
+        prompt=262_000,
+        gen=128,
+        slots=4,
+        memory=2**34,
+        times=((300.0, 2.0), (99.5, 1.5), (400.0, 1.9)),
+        energy=9999.9,
+    )
     report.show(console, report.table([long]))
     (line,) = (line for line in console.file.getvalue().splitlines() if line.startswith("│"))
     assert [cell.strip() for cell in line.split("│")[1:-1]] == [
-        "262000", "128", "0", "rk4v4-e8", "2", "4", "262144", "3493 (2620..10533)", "267.4 (254.0..338.7)", "300000 (99500..400000)",
-        "16", "6.2%", "16,384", "19.685 (19.685..19.685)",
+        "262000", "128", "0", "rk4v4-e8", "2", "4", "262144", "3493 (2620..10533)", "267.4 (254.0..338.7)",
+        "300000 (99500..400000)", "16", "6.2%", "16,384", "19.685 (19.685..19.685)",
     ]  # fmt: skip
 
 
 def test_csv(row):
     lines = list(csv.DictReader(io.StringIO(report.to_csv([row(), row(kv="rk4v4", refused="memory: a, b")]))))
-    assert [lines[0][k] for k in ("how", "prompt", "kv", "draft", "context", "memory_what")] == ["measured", "64", "f32", "2", "73", "process peak RSS"]
-    assert [float(lines[0][k]) for k in ("prefill_tok_s", "prefill_tok_s_min", "prefill_tok_s_max", "ttft_s", "acceptance")] == [128, 64, 256, 0.5, 0.25]
+    assert [lines[0][k] for k in ("how", "prompt", "kv", "draft", "context", "memory_what")] == [
+        "measured",
+        "64",
+        "f32",
+        "2",
+        "73",
+        "process peak RSS",
+    ]
+    assert [float(lines[0][k]) for k in ("prefill_tok_s", "prefill_tok_s_min", "prefill_tok_s_max", "ttft_s", "acceptance")] == [
+        128,
+        64,
+        256,
+        0.5,
+        0.25,
+    ]
     assert lines[0]["joules_per_token"] == ""
     assert (lines[1]["how"], lines[1]["refused"], lines[1]["prefill_tok_s"]) == ("refused", "memory: a, b", "")
 
@@ -84,7 +108,11 @@ def test_compare_gives_ratios_of_the_latest_old_row(row):
         row(times=((9.0, 9.0),), date="2026-11-01T00:00:00+00:00"), row(times=((0.5, 2.0),) * 3), row(depth=64),
         row(gen=8), row(gen=10, memory=2 * 2**20),
     ]  # fmt: skip
-    lines = [[c.strip() for c in line.split("│")[1:-1]] for line in shown(report.compare(new, old, "old.json")).splitlines() if line.startswith("│")]
+    lines = [
+        [c.strip() for c in line.split("│")[1:-1]]
+        for line in shown(report.compare(new, old, "old.json")).splitlines()
+        if line.startswith("│")
+    ]
     assert lines[0][7:10] == ["2.000x", "0.250x", "0.500x"]
     assert lines[1][7:12] == ["1.000x ~", "1.000x ~", "1.000x ~", "25.0%", "1.000x"]
     assert lines[2][7] == "not in the file" and lines[3][7] == "refused now"
@@ -98,7 +126,12 @@ def test_compare_says_what_differs(row):
 
 
 def test_speed_by_depth_has_a_line_a_shape_with_ranges(row):
-    rows = [row(depth=d, kv=kv, gen=gen, times=((t, t), (2 * t, 4 * t), (4 * t, 8 * t))) for kv, t in (("f32", 1), ("rk4v4", 2)) for gen in (1, 9) for d in (128, 0)]
+    rows = [
+        row(depth=d, kv=kv, gen=gen, times=((t, t), (2 * t, 4 * t), (4 * t, 8 * t)))
+        for kv, t in (("f32", 1), ("rk4v4", 2))
+        for gen in (1, 9)
+        for d in (128, 0)
+    ]
     prefill, decode = plots.speed_by_depth(rows).axes
     lines = {c.get_label(): c for c in prefill.containers}
     assert set(lines) == {"kv f32", "kv rk4v4"}

@@ -87,7 +87,7 @@ def test_an_interrupted_matrix_goes_on_where_it_was(world, tmp_path):
     assert rows[0] == kept[0] and read_rows(file) == rows
     # An engine all of whose cells are there is not made at all; the others are as large as they would have been.
     world.engines.clear()
-    assert world.run(Results(file, rows[:3]), groups()) [:3] == rows[:3]
+    assert world.run(Results(file, rows[:3]), groups())[:3] == rows[:3]
     assert world.engines == [("rk4v4", 0, 1, 136)]
 
 
