@@ -150,7 +150,7 @@ def compiled_kernels(stage: Stage, target: str, ops: list[str] | None = None) ->
     if _without_tools(stage):
         return
     for case in interleaved(registry.cases(ops)):
-        stage.run(f"{case.op}/{case.name}", functools.partial(_row, case, target), kind="kernel", guess=5)
+        stage.run(f"{case.op}/{case.name}", functools.partial(_row, case, target), kind=case.op, guess=5)
 
 
 def _row(case: registry.Case, target: str) -> Mapping[str, Any]:

@@ -69,7 +69,7 @@ def times(stage: Stage, tiny: bool) -> float | None:
             stage.leave_out(f"{op}: times", "GPU only")
         return speed
     for case in interleaved(registry.cases()):
-        stage.run(f"{case.op}/{case.name}", functools.partial(_timed, case, speed), kind="kernel", guess=4)
+        stage.run(f"{case.op}/{case.name}", functools.partial(_timed, case, speed), kind=case.op, guess=4)
     return speed
 
 

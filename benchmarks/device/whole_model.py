@@ -24,7 +24,7 @@ from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.programs import PrefillInputs, Programs, RoundOutput, admission
 from ninfer_jax.programs.plan import kv_bytes, nbytes
 from ninfer_jax.programs.setup import Setup, resolve
-from ninfer_jax.state import State
+from ninfer_jax.state import State, StateShape
 
 SEED = 0
 WARM_UP = 2  # rounds before those that are timed
@@ -72,7 +72,7 @@ WHOLE = Size(
     engine=EngineConfig(context=262_144, slots=4, draft=3, kv="rk4v4-e8", prefill_chunk=1024, pool=360_448, dtype="bfloat16"),
     marks=(1024, 8192, 32_768, 131_072),
     depths=(2048, 32_768, 131_072, 262_144),
-    shared=((2048,) * 4, (32_768,) * 4, (262_144, 65_536, 16_384, 16_384)),
+    shared=((2048,) * 4, (32_768,) * 4, (262_144, 65_536, 16_384, 15_360)),
     rounds=16,
     configurations=((1, 3), (1, 0), (4, 3), (4, 0)),
 )
@@ -170,6 +170,15 @@ class Weights:
         return parameters_from(setup.text_model(), self.arrays)
 
 
+def reach(size: Size, shape: StateShape, depths: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+    """Depths that leave room for the rounds, that room in tokens, and the rounds that are run in one go."""
+    width, count = shape.draft + 1, WARM_UP + size.rounds
+    rounds = count * width  # so many tokens at least; a round emits one at least
+    # Every one of them may emit `width`, and the last looks as far ahead.
+    room = (rounds + 1) * width if shape.draft else rounds + 1
+    return tuple(min(d, shape.context - room) for d in depths), room, rounds
+
+
 class Session:
     """One configuration at work: its programs over the drawn weights and a state of its own."""
 
@@ -231,9 +240,7 @@ class Session:
         """Rounds at these depths, a slot each: as drafted, and again with the drafts that the model will accept."""
         # As drafted first, for at least as many tokens as the second run emits: a round gives one at least.
         width, count = self.draft + 1, WARM_UP + self.size.rounds
-        needed = count * width if self.draft else count
-        room = needed * width + width
-        depths = tuple(min(d, self.setup.shape.context - room) for d in depths)
+        depths, room, needed = reach(self.size, self.setup.shape, depths)
         self.admit(depths, room)
         self.place(depths)
         _, first = self.rounds(WARM_UP)
