@@ -81,14 +81,17 @@ def codec_noise(vectors: int = 4096, dims: int = 256) -> list[dict]:
     rows = []
     for kv in (*FORMATS[1:], COLLAPSED):
         row = {"kv": kv}
-        for name, draw in (("gaussian", lambda g: g.standard_normal((vectors, dims))), ("t3", lambda g: g.standard_t(3, (vectors, dims)))):
-            x = draw(np.random.default_rng(7)).astype(np.float32)
+        for name in ("gaussian", "t3"):
+            drawn = np.random.default_rng(7)
+            x = drawn.standard_normal((vectors, dims)) if name == "gaussian" else drawn.standard_t(3, (vectors, dims))
+            x = x.astype(np.float32)
             for part in "kv":
                 if kv == COLLAPSED:
                     y = collapsed_e8.rotate64((collapsed_e8.collapsed_e8_keys if part == "k" else collapsed_e8.absmax_int4)(x))
                 else:
                     y = np.asarray(decode(encode(jnp.asarray(x), kv, part), kv, part))
-                row[f"{name}_{part}"] = float(10 * np.log10((x.astype(np.float64) ** 2).sum() / ((x - y.astype(np.float64)) ** 2).sum()))
+                errors = x - y.astype(np.float64)
+                row[f"{name}_{part}"] = float(10 * np.log10((x.astype(np.float64) ** 2).sum() / (errors**2).sum()))
         rows.append(row)
     return rows
 
@@ -161,9 +164,14 @@ def table(name: str, rows: list[dict]) -> str:
              f"{r['kl'] / kl[COLLAPSED, r['depth']]:.3f}", f"{r['same_top']:.2%}"]
             for r in sorted(rows, key=lambda r: r["depth"]) if r["kv"] != REFERENCE
         ]  # fmt: skip
-        return _markdown(["KV", "tokens before", "mean KL, 1e-6 nats a token", "99th percentile", "over the collapsed code's", "same top token"], cells)
+        head = ["KV", "tokens before", "mean KL, 1e-6 nats a token", "99th percentile", "over the collapsed code's", "same top token"]
+        return _markdown(head, cells)
     if name in ("acceptance", "drafts"):
-        cells = [[f"`{r['kv']}`", str(r["draft"]), f"{r['accepted']:,} of {r['drafted']:,}", f"{r['accepted_share']:.1%}", f"{r['tokens_per_round']:.2f}"] for r in rows]
+        cells = [
+            [f"`{r['kv']}`", str(r["draft"]), f"{r['accepted']:,} of {r['drafted']:,}", f"{r['accepted_share']:.1%}",
+             f"{r['tokens_per_round']:.2f}"]
+            for r in rows
+        ]  # fmt: skip
         return _markdown(["KV", "K", "drafts accepted", "share", "tokens a round"], cells)
     if name == "needle":
         cells = []
@@ -174,7 +182,9 @@ def table(name: str, rows: list[dict]) -> str:
             cells.append([f"`{kv}`", f"{length:,}", f"{found * asked:.0f} of {asked}", f"{seen:.3f}", f"{blind:.3f}"])
         return _markdown(["KV", "tokens", "found", "answer, nats a token", "without the needle"], cells)
     if name == "drift":
-        cells = [[r["path"], f"{r['position']:,}", f"{max(r['state_error']):.1e}", f"{r['logits_error']:.1e}", f"{r['kl']:.1e}"] for r in rows]
+        cells = [
+            [r["path"], f"{r['position']:,}", f"{max(r['state_error']):.1e}", f"{r['logits_error']:.1e}", f"{r['kl']:.1e}"] for r in rows
+        ]
         return _markdown(["path", "tokens read", "worst layer's state", "logits", "KL, nats"], cells)
     cells = [[f"`{r['kv']}`", *(f"{r[field]:.2f}" for field in ("gaussian_k", "gaussian_v", "t3_k", "t3_v"))] for r in rows]
     return _markdown(["code", "Gaussian K, dB", "Gaussian V, dB", "t3 K, dB", "t3 V, dB"], cells)
@@ -182,6 +192,11 @@ def table(name: str, rows: list[dict]) -> str:
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)) + "\n"
+
+
+def write(name: str, rows: list[dict], out: Path) -> None:
+    (out / f"{name}.md").write_text(table(name, rows), encoding="utf-8")
+    draw(name, rows, out)
 
 
 def draw(name: str, rows: list[dict], out: Path) -> None:
@@ -202,6 +217,7 @@ def draw(name: str, rows: list[dict], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=MEASURES, help="measures to run")
+    parser.add_argument("--redraw", action="store_true", help="measure nothing: tables and pictures anew from the JSON files")
     parser.add_argument("--out", type=Path, default=Path("quality"), help="directory for everything")
     parser.add_argument("--tokens", type=int, default=512, help="decode steps at each depth")
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 1024, 4096], help="tokens before the decode steps")
@@ -210,16 +226,21 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=2, help="haystacks a length")
     parser.add_argument("--drift-tokens", type=int, default=4096, help="tokens of the drift")
     options = parser.parse_args()
+    if options.redraw:
+        for name in options.only:
+            rows = json.loads((options.out / f"{name}.json").read_text("utf-8"))["results"]
+            write(name, rows, options.out)
+        return
     corpus = build_corpus()
     _console.print(check_digest(corpus) or "held-out text: equals the recorded corpus")
     plays, code = ("".join(d.text for d in corpus.heldout if d.kind == kind) for kind in ("play", "code"))
     options.out.mkdir(parents=True, exist_ok=True)
 
     def keep(name: str, rows: list[dict]) -> None:
-        about = {"corpus_sha256": corpus.sha256, "load_average": os.getloadavg()[0], "jax": jax.__version__, "options": vars(options) | {"out": ""}}
+        settings = {key: value for key, value in vars(options).items() if key not in ("out", "redraw")}
+        about = {"corpus_sha256": corpus.sha256, "load_average": os.getloadavg()[0], "jax": jax.__version__, "options": settings}
         (options.out / f"{name}.json").write_text(json.dumps({**about, "results": rows}, indent=1) + "\n", encoding="utf-8")
-        (options.out / f"{name}.md").write_text(table(name, rows), encoding="utf-8")
-        draw(name, rows, options.out)
+        write(name, rows, options.out)
 
     if "noise" in options.only:
         keep("noise", codec_noise())

@@ -31,6 +31,7 @@ class Measure(str, Enum):
     acceptance = "acceptance"
 
 
+_MEASURES = "ppl: loss. kld: divergence at decode width. needle: retrieval. drift: of the recurrent state. acceptance: of drafts."
 # What each measure takes beside the options of all, with its defaults; an option that a measure does not take is refused.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ppl": {"window": 2048, "stride": 1024, "tokens": None},
@@ -43,13 +44,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model directory, or `tiny` for the bundled model.")],
-    measure: Annotated[Measure, typer.Argument(help="ppl: loss. kld: divergence at decode width. needle: retrieval. drift: of the recurrent state. acceptance: of drafts.")],
+    measure: Annotated[Measure, typer.Argument(help=_MEASURES)],
     text: Annotated[Path, _Option(help="A UTF-8 text file to measure on.")],
     kv: Annotated[str | None, _Option(help="KV formats by commas; default: bf16 on a GPU, f32 on a CPU.")] = None,
-    tokens: Annotated[int | None, _Option(min=1, help="ppl, drift: tokens of the text (ppl: all). kld: decode steps a depth.")] = None,
+    tokens: Annotated[int | None, _Option(min=1, help="ppl, drift: of the text (ppl: all). kld: decode steps a depth.")] = None,
     window: Annotated[int | None, _Option(min=1, help="ppl: tokens of a window.")] = None,
     stride: Annotated[int | None, _Option(min=1, help="ppl: new tokens a window.")] = None,
-    reference: Annotated[str | None, _Option(help="kld: the format compared with (default bf16). drift: float64 or decode.")] = None,
+    reference: Annotated[str | None, _Option(help="kld: a format (default bf16). drift: float64 or decode.")] = None,
     depths: Annotated[str | None, _Option(help="kld: tokens before the steps. needle: places from 0 to 1.")] = None,
     lengths: Annotated[str | None, _Option(help="needle: tokens of the haystack.")] = None,
     trials: Annotated[int | None, _Option(min=1, help="needle: haystacks a length.")] = None,
@@ -67,8 +68,9 @@ def evaluate(
 ) -> None:
     """Measure a model on a text: loss, divergence by KV format, needles, drift of its state, accepted drafts."""
     console = Console(stderr=True, highlight=False, emoji=False)
-    given = dict(tokens=tokens, window=window, stride=stride, reference=reference, depths=depths, lengths=lengths, trials=trials, seed=seed,
-                 chat=chat or None, every=every, drafts=drafts, prompts=prompts, prompt_tokens=prompt_tokens, max_new=max_new)  # fmt: skip
+    given = dict(tokens=tokens, window=window, stride=stride, reference=reference, depths=depths, lengths=lengths, trials=trials,
+                 seed=seed, chat=chat or None, every=every, drafts=drafts, prompts=prompts, prompt_tokens=prompt_tokens,
+                 max_new=max_new)  # fmt: skip
     try:
         options = _options(measure.value, given)
         formats = [name.strip() for name in kv.split(",")] if kv else [None]
@@ -108,7 +110,8 @@ def _numbers(name: str, text: str, kind: type) -> list:
     try:
         numbers = [kind(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--{name} {text!r}: give numbers by commas, for instance {'0,0.5,1' if kind is float else '1,2,3'}") from None
+        example = "0,0.5,1" if kind is float else "1,2,3"
+        raise ValueError(f"--{name} {text!r}: give numbers by commas, for instance {example}") from None
     if any(n < 0 for n in numbers) or len(set(numbers)) < len(numbers):
         raise ValueError(f"--{name} {text!r}: no negative numbers and none twice")
     return numbers

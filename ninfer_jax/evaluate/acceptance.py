@@ -29,7 +29,8 @@ class Acceptance:
 def cut_prompts(ids: SequenceOf[int], prompts: int, length: int) -> list[list[int]]:
     """`prompts` stretches of `length` tokens, evenly spread over the text; ValueError if it is too short."""
     if len(ids) < prompts * length:
-        raise ValueError(f"the text has {len(ids)} tokens, {prompts} prompts of {length} need {prompts * length}; give a longer --text")
+        needed = prompts * length
+        raise ValueError(f"the text has {len(ids)} tokens, {prompts} prompts of {length} need {needed}; give a longer text")
     step = (len(ids) - length) // max(prompts - 1, 1)
     return [list(ids[n * step : n * step + length]) for n in range(prompts)]
 

@@ -63,18 +63,21 @@ def check_text(ids: SequenceOf[int], depths: SequenceOf[int], tokens: int) -> No
     """ValueError unless the text has `tokens` tokens and the one after them at every depth."""
     needed = max(depths) + tokens + 1
     if len(ids) < needed:
-        raise ValueError(f"the text has {len(ids)} tokens, depth {max(depths)} and {tokens} more need {needed}; give a longer --text")
+        most = max(depths)
+        raise ValueError(f"the text has {len(ids)} tokens, depth {most} and {tokens} more need {needed}; give a longer text")
 
 
 def compare(kv: str, depth: int, reference: np.ndarray, other: np.ndarray, targets: SequenceOf[int]) -> Divergence:
     """Log-probabilities `[tokens, ids]` of both, and the true next token of each row."""
     kl = kl_divergence(reference, other)
     rows, targets = np.arange(len(kl)), np.asarray(targets)
+    error = float(kl.std(ddof=1) / np.sqrt(len(kl))) if len(kl) > 1 else 0.0
+    losses = [float(-x[rows, targets].mean(dtype=np.float64)) for x in (other, reference)]
     return Divergence(
-        kv=kv, depth=depth, tokens=len(kl), kl=float(kl.mean()), kl_error=float(kl.std(ddof=1) / np.sqrt(len(kl))) if len(kl) > 1 else 0.0,
+        kv=kv, depth=depth, tokens=len(kl), kl=float(kl.mean()), kl_error=error,
         kl_median=float(np.median(kl)), kl_p99=float(np.quantile(kl, 0.99)), kl_max=float(kl.max()),
         same_top=float((reference.argmax(1) == other.argmax(1)).mean()),
-        loss=float(-other[rows, targets].mean(dtype=np.float64)), reference_loss=float(-reference[rows, targets].mean(dtype=np.float64)),
+        loss=losses[0], reference_loss=losses[1],
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def state_drift(
     if every % chunk or tokens % every:
         raise ValueError(f"every is {every}: it must be a multiple of the prefill chunk, {chunk}, and divide tokens, {tokens}")
     if len(ids) < tokens:
-        raise ValueError(f"the text has {len(ids)} tokens, {tokens} are asked for; give a longer --text")
+        raise ValueError(f"the text has {len(ids)} tokens, {tokens} are asked for; give a longer text")
     if not engine.model_config.gdn_layers:
         raise ValueError("drift: this model has no recurrent state")
     passes = 3 if reference == "float64" else 2
@@ -62,7 +62,9 @@ def state_drift(
     paths = {"prefill": list(_prefilled(decoder, blocks, tell)), "decode": list(_stepped(decoder, blocks, tell))}
     exact = list(_in_float64(engine, blocks, tell)) if reference == "float64" else paths.pop("decode")
     return [
-        _drift(path, reference, (at + 1) * every, point, exact[at], valid) for path, points in paths.items() for at, point in enumerate(points)
+        _drift(path, reference, (at + 1) * every, point, exact[at], valid)
+        for path, points in paths.items()
+        for at, point in enumerate(points)
     ]
 
 
@@ -95,7 +97,8 @@ def _drift(path: str, reference: str, position: int, point: Point, exact: Point,
     (states, logits), (true_states, true_logits) = point, exact
     ours, theirs = (log_softmax(x[None], valid) for x in (logits, true_logits))
     return Drift(
-        path=path, reference=reference, position=position, state_error=[_relative(s, t) for s, t in zip(states, true_states, strict=True)],
+        path=path, reference=reference, position=position,
+        state_error=[_relative(s, t) for s, t in zip(states, true_states, strict=True)],
         logits_error=_relative(logits[:valid], true_logits[:valid]), kl=float(kl_divergence(theirs, ours)[0]),
     )  # fmt: skip
 

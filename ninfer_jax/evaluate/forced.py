@@ -46,7 +46,7 @@ class ForcedDecoder:
     def sequence(self, tokens: int) -> Iterator[ForcedSequence]:
         """An empty sequence with room for `tokens` tokens; its slot and pages are free again afterwards."""
         if tokens > self.engine.context:
-            raise ValueError(f"context holds {self.engine.context} tokens, {tokens} are asked for; give a larger --context")
+            raise ValueError(f"context holds {self.engine.context} tokens, {tokens} are asked for; load a larger context")
         runner = self._runner
         slot = runner._free_slot()
         if slot is None or not runner._pages.fits(tokens):

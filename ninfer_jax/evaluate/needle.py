@@ -57,7 +57,9 @@ def question(key: str) -> str:
     return f"\nThe secret number of {key} is"
 
 
-def haystack(encode: Callable[[str], list[int]], text: SequenceOf[int], length: int, depths: SequenceOf[float], seed: int) -> Haystack:
+def haystack(
+    encode: Callable[[str], list[int]], text: SequenceOf[int], length: int, depths: SequenceOf[float], seed: int
+) -> Haystack:
     """About `length` tokens: a stretch of the text with one needle at each depth (0: the beginning, 1: the end). encode: text
     to ids. The seed chooses keys, numbers and the stretch. ValueError if the text or `length` is too short."""
     if len(depths) > len(KEYS):
@@ -70,7 +72,7 @@ def haystack(encode: Callable[[str], list[int]], text: SequenceOf[int], length: 
     if rest < len(depths):
         raise ValueError(f"length {length} has no room for {len(depths)} needles of about {len(needles[0])} tokens")
     if rest > len(text):
-        raise ValueError(f"the text has {len(text)} tokens, length {length} needs {rest}; give a longer --text")
+        raise ValueError(f"the text has {len(text)} tokens, length {length} needs {rest}; give a longer text")
     start = rng.randrange(len(text) - rest + 1)
     hay = list(text[start : start + rest])
     ids: list[int] = []
@@ -91,8 +93,8 @@ def needle_grid(
     """Every length and depth, `trials` haystacks each. chat: ask in messages, without reasoning; else the text is continued,
     greedily in both. ValueError if a prompt does not fit the context."""
     decoder = None if chat else ForcedDecoder(engine)
-    if max(lengths) + 64 > engine.context:
-        raise ValueError(f"context holds {engine.context} tokens, length {max(lengths)} needs {max(lengths) + 64}; give a larger --context")
+    if (needed := max(lengths) + 64) > engine.context:
+        raise ValueError(f"context holds {engine.context} tokens, length {max(lengths)} needs {needed}; load a larger context")
     cells, done = [], 0
     for length in lengths:
         found = np.zeros((len(depths), trials))

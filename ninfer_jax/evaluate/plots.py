@@ -21,7 +21,8 @@ def plot_losses(file: Path, losses: SequenceOf[Loss]) -> None:
     first = losses[0]
     axes.bar([loss.kv for loss in losses], [loss.nats_per_token - first.nats_per_token for loss in losses])
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(ylabel=f"nats a token above {first.kv}", title=f"Loss, windows of {first.window} tokens ({first.kv}: {first.nats_per_token:.4f})")
+    title = f"Loss, windows of {first.window} tokens ({first.kv}: {first.nats_per_token:.4f})"
+    axes.set(ylabel=f"nats a token above {first.kv}", title=title)
     _save(figure, file)
 
 
@@ -34,7 +35,7 @@ def plot_divergences(file: Path, results: SequenceOf[Divergence], reference: str
             axes.errorbar([r.depth for r in own], [r.kl for r in own], [r.kl_error for r in own], marker="o", capsize=3, label=kv)
     axes.set_yscale("log")
     axes.set(xlabel="tokens before the decode steps", ylabel="KL, nats a token", title=f"Decode steps against {reference} KV")
-    axes.legend()
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     _save(figure, file)
 
 
@@ -49,7 +50,8 @@ def plot_needles(file: Path, grids: Mapping[str, SequenceOf[Cell]], value: str =
         shown = np.zeros((len(depths), len(lengths)))
         for c in cells:
             shown[depths.index(c.depth), lengths.index(c.length)] = c.found if value == "found" else c.blind_nats - c.answer_nats
-        image = axes.imshow(shown, aspect="auto", cmap="RdYlGn", vmin=0 if value == "found" else -3, vmax=1 if value == "found" else 3)
+        low, high = (0, 1) if value == "found" else (-3, 3)
+        image = axes.imshow(shown, aspect="auto", cmap="RdYlGn", vmin=low, vmax=high)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
         axes.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
         axes.set(title=kv, xlabel="tokens")
@@ -65,10 +67,11 @@ def plot_drift(file: Path, points: SequenceOf[Drift]) -> None:
     figure, axes = _figure()
     for path in dict.fromkeys(p.path for p in points):
         own = [p for p in points if p.path == path]
-        line = axes.semilogy([p.position for p in own], [max(p.state_error) for p in own], marker="o", label=f"{path}: worst state")[0]
-        axes.semilogy([p.position for p in own], [p.logits_error for p in own], "--", color=line.get_color(), label=f"{path}: logits")
+        at = [p.position for p in own]
+        line = axes.semilogy(at, [max(p.state_error) for p in own], marker="o", label=f"{path}: worst state")[0]
+        axes.semilogy(at, [p.logits_error for p in own], "--", color=line.get_color(), label=f"{path}: logits")
     axes.set(xlabel="tokens read", ylabel="relative error", title=f"Against {points[0].reference}")
-    axes.legend()
+    axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     _save(figure, file)
 
 
@@ -76,7 +79,8 @@ def plot_acceptance(file: Path, results: SequenceOf[Acceptance]) -> None:
     """How often each draft of a round is accepted, a line for each format and K."""
     figure, axes = _figure()
     for r in results:
-        axes.plot(range(1, r.draft + 1), r.by_place, marker="o", label=f"{r.kv}, K = {r.draft}: {r.tokens_per_round:.2f} tokens a round")
+        label = f"{r.kv}, K = {r.draft}: {r.tokens_per_round:.2f} tokens a round"
+        axes.plot(range(1, r.draft + 1), r.by_place, marker="o", label=label)
     axes.set(xlabel="draft", ylabel="share of rounds that accept it", ylim=(0, 1), title="Accepted drafts, greedy")
     axes.set_xticks(range(1, max(r.draft for r in results) + 1))
     axes.legend(fontsize=8)

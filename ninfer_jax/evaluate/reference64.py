@@ -28,7 +28,8 @@ class Float64Model:
         needed = 8 * (matrix * config.layers + 2 * config.vocab_size * config.hidden_size)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > memory // 2:
-            raise ValueError(f"the float64 reference takes about {needed >> 30} GiB, half of this machine's memory is {memory >> 31} GiB; use --reference decode")
+            takes = f"the float64 reference takes about {needed >> 30} GiB, half of this machine's memory is {memory >> 31} GiB"
+            raise ValueError(f"{takes}; use --reference decode")
         self.config = config
         self._embed, self._norm = _f64(model.embed_tokens.weight), _f64(model.norm.weight)
         self._head = self._embed if config.tied_embeddings else _f64(model.lm_head.weight)

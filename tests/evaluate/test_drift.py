@@ -48,9 +48,13 @@ def test_prefill_against_decode_steps(engine, ids):
 
 @pytest.mark.parametrize(
     ("tokens", "every", "reference", "message"),
-    [(128, 64, "exact", "reference is 'exact', known are float64, decode"), (128, 96, "decode", "every is 96"), (128, 256, "decode", "every is 256"),
-     (448, 64, "decode", "448 are asked for")],
-)  # fmt: skip
+    [
+        (128, 64, "exact", "reference is 'exact', known are float64, decode"),
+        (128, 96, "decode", "every is 96"),
+        (128, 256, "decode", "every is 256"),
+        (448, 64, "decode", "448 are asked for"),
+    ],
+)
 def test_refusals(engine, ids, tokens, every, reference, message):
     with pytest.raises(ValueError, match=message):
         state_drift(engine, ids, tokens, every, reference)

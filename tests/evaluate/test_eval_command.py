@@ -32,7 +32,8 @@ def invoke(monkeypatch, tmp_path, engine, coarse_engine):
     monkeypatch.setattr(Engine, "load", load)
 
     def call(measure: str, *arguments: str, text=file):
-        result = CliRunner().invoke(app, ["eval", "tiny", measure, "--text", str(text), "--json", str(out), *arguments], env={"COLUMNS": "250"})
+        command = ["eval", "tiny", measure, "--text", str(text), "--json", str(out), *arguments]
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "250"})
         return result.exit_code, result.stdout, result.stderr, json.loads(out.read_text()) if out.exists() else None
 
     call.asked = asked

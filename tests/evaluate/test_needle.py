@@ -45,7 +45,9 @@ def test_seeds_change_what_is_hidden():
     assert one == again and one.numbers != two.numbers
 
 
-@pytest.mark.parametrize(("length", "message"), [(90, "has no room for 3 needles"), (9000, "the text has 4400 tokens, length 9000 needs")])
+@pytest.mark.parametrize(
+    ("length", "message"), [(90, "has no room for 3 needles"), (9000, "the text has 4400 tokens, length 9000 needs")]
+)
 def test_lengths_that_do_not_work(length, message):
     with pytest.raises(ValueError, match=message):
         haystack(encode, HAY, length, DEPTHS, 0)
