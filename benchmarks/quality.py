@@ -164,7 +164,7 @@ def table(name: str, rows: list[dict]) -> str:
              f"{r['kl'] / kl[COLLAPSED, r['depth']]:.3f}", f"{r['same_top']:.2%}"]
             for r in sorted(rows, key=lambda r: r["depth"]) if r["kv"] != REFERENCE
         ]  # fmt: skip
-        head = ["KV", "tokens before", "mean KL, 1e-6 nats a token", "99th percentile", "over the collapsed code's", "same top token"]
+        head = ["KV", "tokens before", "mean KL, 1e-6 nats", "99th percentile", "over the collapsed code's", "same top token"]
         return _markdown(head, cells)
     if name in ("acceptance", "drafts"):
         cells = [
@@ -183,7 +183,8 @@ def table(name: str, rows: list[dict]) -> str:
         return _markdown(["KV", "tokens", "found", "answer, nats a token", "without the needle"], cells)
     if name == "drift":
         cells = [
-            [r["path"], f"{r['position']:,}", f"{max(r['state_error']):.1e}", f"{r['logits_error']:.1e}", f"{r['kl']:.1e}"] for r in rows
+            [r["path"], f"{r['position']:,}", *(f"{x:.1e}" for x in (max(r["state_error"]), r["logits_error"], r["kl"]))]
+            for r in rows
         ]
         return _markdown(["path", "tokens read", "worst layer's state", "logits", "KL, nats"], cells)
     cells = [[f"`{r['kv']}`", *(f"{r[field]:.2f}" for field in ("gaussian_k", "gaussian_v", "t3_k", "t3_v"))] for r in rows]

@@ -85,7 +85,7 @@ def evaluate(
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    _show(Console(highlight=False), f"{model}, {measure.value} on {text.name} ({job.device})", rows)
+    _show(Console(highlight=False), f"{model}, {measure.value} on {text.name} ({job.device})", rows, SHOWN[measure.value])
 
 
 def _options(measure: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -253,17 +253,27 @@ MEASURES: dict[str, Callable[[Job, dict[str, Any], Path | None], list[dict]]] = 
 }  # fmt: skip
 
 
-def _show(console: Console, title: str, rows: list[dict]) -> None:
-    """The figures as a table on stdout; lists as their largest number where they are errors, else one after another."""
+# What the table has of each measure; --json has everything.
+SHOWN: dict[str, tuple[str, ...]] = {
+    "ppl": ("kv", "tokens", "nats_per_token", "nats_per_byte", "perplexity"),
+    "kld": ("kv", "depth", "tokens", "kl", "kl_error", "kl_p99", "same_top", "loss"),
+    "needle": ("kv", "length", "depth", "asked", "found", "answer_nats", "blind_nats"),
+    "drift": ("path", "position", "state_error", "logits_error", "kl"),
+    "acceptance": ("kv", "draft", "rounds", "accepted", "accepted_share", "tokens_per_round", "by_place"),
+}
+
+
+def _show(console: Console, title: str, rows: list[dict], columns: tuple[str, ...]) -> None:
+    """The figures as a table on stdout; of the layers' state errors the largest."""
     table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name if name != "state_error" else "worst state_error", justify="right")
+    for name in columns:
+        table.add_column("worst state error" if name == "state_error" else name.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(*(_cell(max(value) if name == "state_error" else value) for name, value in row.items()))
+        table.add_row(*(_cell(max(row[name]) if name == "state_error" else row[name]) for name in columns))
     console.print(table)
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
-        return " ".join(_cell(x) for x in value)
+        return " ".join(f"{x:.2f}" for x in value)
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
