@@ -94,7 +94,9 @@ def compare(rows: Sequence[Row], old: Sequence[Row], name: str) -> Table:
             why = "refused now" if row.refused else "not in the file"
             made.add_row(*_cell(row), str(row.context or row.cell.context or ""), why, *[""] * 5)
             continue
-        prefill, decode, ttft, energy = (_ratio(getattr(row, f), getattr(before, f)) for f in ("prefill", "decode", "ttft", "energy"))
+        prefill, decode, ttft, energy = (
+            _ratio(getattr(row, f), getattr(before, f)) for f in ("prefill", "decode", "ttft", "energy")
+        )
         accepted = [_NONE if a is None else f"{a:.1%}" for a in (before.acceptance, row.acceptance)]
         made.add_row(
             *_cell(row), str(row.context), prefill, decode, ttft, " -> ".join(dict.fromkeys(accepted)),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 if TYPE_CHECKING:
     from ninfer_jax.bench.results import Row
@@ -111,7 +112,9 @@ def _run(
 
     with _Progress(console, len(wanted)) as bar:
         need = tokens_needed(wanted, settings)
-        text = corpus.open_corpus(tokenizer, corpus_file, need, lambda done, total: bar.tell("tokenising the corpus", done, total))
+        text = corpus.open_corpus(
+            tokenizer, corpus_file, need, lambda done, total: bar.tell("tokenising the corpus", done, total)
+        )
         settings = replace(settings, corpus=text.name)
         results.write()  # a place that cannot be written should not wait for the first cell
 
@@ -152,7 +155,8 @@ class _Progress:
 
     def __init__(self, console: Console, cells: int):
         self._console, self._exits = console, ExitStack()
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        words = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))  # it gives way, figures do not
+        columns = (words, BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._cells, self._stage = self._bar.add_task("cells", total=cells), self._bar.add_task("", total=None)
         self._name, self._done, self._of = "", 0, cells
