@@ -155,7 +155,7 @@ class _Progress:
 
     def __init__(self, console: Console, cells: int):
         self._console, self._exits = console, ExitStack()
-        words = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))  # it gives way, figures do not
+        words = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))  # figures do not give way
         columns = (words, BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._cells, self._stage = self._bar.add_task("cells", total=cells), self._bar.add_task("", total=None)
