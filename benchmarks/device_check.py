@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="4 layers of small widths and small kernel cases, on the CPU")
     parser.add_argument("--target", default="rtx4090", help=f"without a GPU, compile for it: one of {', '.join(targets.names())}")
     parser.add_argument("--ops", nargs="*", metavar="OP", help="without a GPU, compile these ops' kernels only, and no model")
-    parser.add_argument("--programs", type=Path, metavar="DIR", help="executables that `ninfer-jax compile` wrote elsewhere, to load and run")
+    parser.add_argument("--programs", type=Path, metavar="DIR", help="executables that `ninfer-jax compile` wrote, to run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write there instead")
     options = parser.parse_args(argv)
     if not 0 < options.minutes <= LONGEST:
@@ -64,14 +64,16 @@ def main(argv: list[str] | None = None) -> int:
         what, slug = f"Compiled for {options.target} on a machine without a GPU: nothing was run", f"{options.target}-compiled"
     folder = options.out or _unused(ROOT / "benchmarks" / "results" / f"{slug}-{datetime.date.today()}")
     command = " ".join(["device_check.py", *(sys.argv[1:] if argv is None else argv)])
-    report = Report(folder, options.minutes, {"what": what, "device": device, "date": str(datetime.date.today()), "command": command})
+    facts = {"what": what, "device": device, "date": str(datetime.date.today()), "command": command}
+    report = Report(folder, options.minutes, facts)
     with report.watched():
         with report.stage("environment", "versions, device, driver, memory", until=0.05) as stage:
             around.environment(stage)
         if options.tiny or on_gpu:
             _measured(report, options)
         else:
-            _console.print(f"no GPU here: measuring needs one, so only what compiling for {options.target} tells is done", soft_wrap=True)
+            line = f"no GPU here: measuring needs one, so only what compiling for {options.target} tells is done"
+            _console.print(line, soft_wrap=True)
             _compiled(report, options)
     _console.print(f"{'FAILED, see' if report.failed else 'done:'} {folder / 'results.md'}", markup=False, soft_wrap=True)
     return 1 if report.failed else 0

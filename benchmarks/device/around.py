@@ -26,14 +26,16 @@ from ninfer_jax.programs.setup import Setup
 from pallas_kernels import deviceless, targets
 from pallas_kernels.lab import registry, work
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
-ASKED = ("name", "driver_version", "memory.total", "memory.used", "power.limit", "clocks.max.sm", "clocks.max.mem", "pcie.link.gen.current")
+PLUGINS = tuple(f"jax-cuda{n}-{part}" for n in (12, 13) for part in ("plugin", "pjrt"))
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", *PLUGINS)
+ASKED = ("name", "driver_version", "memory.total", "memory.used", "power.limit", "clocks.max.sm", "clocks.max.mem")
 
 
 def environment(stage: Stage) -> None:
     """Versions, device, driver, memory."""
     stage.run("versions", lambda: {"python": platform.python_version(), **dict(_versions())})
-    stage.run("machine", lambda: {"system": platform.platform(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]})
+    cores = len(os.sched_getaffinity(0))
+    stage.run("machine", lambda: {"system": platform.platform(), "cores": cores, "load": os.getloadavg()[0]})
     stage.run("device", _device)
     if jax.default_backend() == "gpu":
         stage.run("nvidia-smi", _smi)
@@ -95,7 +97,8 @@ def executables(stage: Stage, folder: Path | None, size: Size, weights: Weights)
     found = _digest(folder)
     matching = [(name, s) for name, s in size.setups.items() if s.digest(s.programs()) == found]
     if not matching:
-        stage.record(str(folder), {"failed": f"compiled for none of the configurations run here; compile with {'; or '.join(commands)}"})
+        wanted = "; or ".join(commands)
+        stage.record(str(folder), {"failed": f"compiled for none of the configurations run here; compile with {wanted}"})
         return
     ((name, setup),) = matching
     programs = setup.programs()
@@ -138,8 +141,9 @@ def compile_command(size: Size, setup: Setup) -> str:
     """What compiles the executables of a configuration on a machine without the card."""
     engine, target = size.engine, targets.of_device(jax.devices()[0].device_kind) or "rtx4090"
     words = [
-        f"ninfer-jax compile {size.preset or 'MODEL'}", f"--target {target}", "--recipe q4", f"--context {engine.context}", f"--kv {engine.kv}",
-        f"--draft {setup.shape.draft}", f"--slots {setup.shape.slots}", f"--prefill-chunk {engine.prefill_chunk}", "--dtype bfloat16",
+        f"ninfer-jax compile {size.preset or 'MODEL'}", f"--target {target}", "--recipe q4",
+        f"--context {engine.context}", f"--kv {engine.kv}", f"--draft {setup.shape.draft}", f"--slots {setup.shape.slots}",
+        f"--prefill-chunk {engine.prefill_chunk}", "--dtype bfloat16",
     ]  # fmt: skip
     return " ".join([*words, *([f"--pool {engine.pool}"] if setup.shape.slots > 1 else []), "--out DIR"])
 

@@ -17,7 +17,7 @@ from pallas_kernels.lab import bench, check, registry
 
 ROOMY = 64 * 10**9  # bytes of a card on which several cases and their references fit side by side
 
-TINY_OPS = ("kv_append", "delta_decode", "delta_fold", "head")
+TINY_OPS = ("kv_append", "delta_fold", "head")
 
 
 def interleaved(found: list[registry.Case]) -> list[registry.Case]:
@@ -63,7 +63,7 @@ def times(stage: Stage, tiny: bool) -> float | None:
         return None
     speed = 1e9 * copied["gb_s"]
     if not check.on_gpu():
-        stage.note("Not on a GPU: the times are of plain XLA operations on this CPU, which merges the copies; they show that the clockwork runs.")
+        stage.note("Not on a GPU: times of plain XLA operations on this CPU, which merges the copies; only the clock is tried.")
         stage.run("add/xla", functools.partial(_timed, Add(), speed))
         for op in dict.fromkeys(case.op for case in registry.cases()):
             stage.leave_out(f"{op}: times", "GPU only")

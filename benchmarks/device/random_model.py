@@ -158,7 +158,8 @@ def tables(lengths: tuple[int, ...], room: int, pages: int, per_slot: int, page:
     for slot, length in enumerate(lengths):
         count = -(-(length + room) // page) if length else 0
         if count > per_slot or at + count > len(order):
-            raise ValueError(f"{length + room} tokens in slot {slot} need {count} pages, {min(per_slot, len(order) - at)} are there")
+            there = min(per_slot, len(order) - at)
+            raise ValueError(f"{length + room} tokens in slot {slot} need {count} pages, {there} are there")
         found[slot, :count] = order[at : at + count]
         at += count
     return found

@@ -104,7 +104,9 @@ class Stage:
         """Seconds of this stage that are left."""
         return self._until - self._report.elapsed
 
-    def run(self, name: str, work: Callable[[], Mapping[str, Any]], kind: str = "", guess: float = 0.0) -> Mapping[str, Any] | None:
+    def run(
+        self, name: str, work: Callable[[], Mapping[str, Any]], kind: str = "", guess: float = 0.0
+    ) -> Mapping[str, Any] | None:
         """What `work` found, recorded; None where it failed or did not fit.
 
         It is left out, by name, when the longest item of its kind so far (before the first: `guess`, in seconds) is more than
@@ -193,7 +195,9 @@ def _cell(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         # Not 4.3e+03: these are read by people.
-        return f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.2e}"
+        if abs(value) >= 1e4:
+            return f"{value:,.0f}"
+        return f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.2e}"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, Mapping):

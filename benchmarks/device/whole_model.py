@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from device.random_model import draw_arrays, fill_pages, parameters_from, place, tables
-from device.report import Stage
+from device.report import Stage, one_line
 from ninfer_jax.config import FULL, LINEAR, PAGE, EngineConfig, ModelConfig, preset, recipe
 from ninfer_jax.config.presets import NAMED_IDS
 from ninfer_jax.decoding import SamplingParams
@@ -80,8 +80,9 @@ TINY = Size(
     name="4 layers of small widths",
     preset=None,
     model=ModelConfig(
-        vocab_size=300, hidden_size=128, intermediate_size=128, layer_types=(LINEAR, LINEAR, LINEAR, FULL), query_heads=4, kv_heads=2,
-        head_dim=64, rotary_dim=16, rope_theta=1e4, mrope_section=(3, 3, 2), gdn_key_heads=2, gdn_value_heads=4, gdn_key_dim=32,
+        vocab_size=300, hidden_size=128, intermediate_size=128, layer_types=(LINEAR, LINEAR, LINEAR, FULL), query_heads=4,
+        kv_heads=2, head_dim=64, rotary_dim=16, rope_theta=1e4, mrope_section=(3, 3, 2), gdn_key_heads=2,
+        gdn_value_heads=4, gdn_key_dim=32,
         gdn_value_dim=32, conv_width=4, rms_norm_eps=1e-6, max_positions=4096, tied_embeddings=False, mtp_layers=1,
     ),
     valid_ids=290,
@@ -140,14 +141,12 @@ class Compiling:
         for (name, program), future in self._futures.items():
             if not future.done():
                 stage.leave_out(f"{program} ({name})", "not compiled within the budget")
-            elif future.exception() is not None:
-                stage.record(f"{program} ({name})", {"failed": f"does not compile: {str(future.exception()).splitlines()[0][:300]}"})
+            elif (error := future.exception()) is not None:
+                stage.record(f"{program} ({name})", {"failed": f"does not compile: {one_line(error)}"})
             else:
                 memory = self.programs[name].compiled(program).memory_analysis()
-                stage.record(
-                    f"{program} ({name})",
-                    {"compile_s": round(future.result(), 2), "argument_bytes": memory.argument_size_in_bytes, "workspace_bytes": workspace(memory)},
-                )
+                found = {"compile_s": round(future.result(), 2), "argument_bytes": memory.argument_size_in_bytes}
+                stage.record(f"{program} ({name})", found | {"workspace_bytes": workspace(memory)})
 
 
 def workspace(memory: Any) -> int:
@@ -164,7 +163,8 @@ class Weights:
     def draw(self, setup: Setup) -> Mapping[str, Any]:
         start = time.perf_counter()
         self.arrays = jax.block_until_ready(draw_arrays(setup.text_model(), SEED))
-        return {"arrays": len(self.arrays), "bytes": sum(map(nbytes, self.arrays.values())), "draw_s": round(time.perf_counter() - start, 2)}
+        seconds = time.perf_counter() - start
+        return {"arrays": len(self.arrays), "bytes": sum(map(nbytes, self.arrays.values())), "draw_s": round(seconds, 2)}
 
     def of(self, setup: Setup) -> list[jax.Array]:
         return parameters_from(setup.text_model(), self.arrays)
@@ -277,7 +277,8 @@ class Session:
     def ideal_bytes(self) -> int:
         """What a round has to move for its verify pass: every weight but embedding and MTP head once, filled pages once, states
         once. What drafting reads is not counted."""
-        weights = sum(nbytes(x) for x, role in zip(self.parameters, self.programs.roles(), strict=True) if role not in ("embed", "mtp"))
+        with_roles = zip(self.parameters, self.programs.roles(), strict=True)
+        weights = sum(nbytes(x) for x, role in with_roles if role not in ("embed", "mtp"))
         page = sum(nbytes(leaf) // leaf.shape[0] for pool in self.state.kv for leaf in jax.tree.leaves(pool))
         pages = sum(-(-int(d) // PAGE) for d in np.asarray(self.state.slots.length))
         return weights + page * pages + sum(map(nbytes, (*self.state.recurrent, *self.state.conv)))
@@ -293,7 +294,9 @@ def emitted(outs: list[RoundOutput], slots: int) -> list[list[int]]:
     return found
 
 
-def measure(stage: Stage, compiling: Compiling, weights: Weights, copy_speed: float | None, peak: Callable[[], int | None]) -> None:
+def measure(
+    stage: Stage, compiling: Compiling, weights: Weights, copy_speed: float | None, peak: Callable[[], int | None]
+) -> None:
     """The stage: weights, prefill, decode, memory, a configuration after another."""
     size, setups = compiling.size, compiling.setups
     stage.note(
@@ -303,8 +306,8 @@ def measure(stage: Stage, compiling: Compiling, weights: Weights, copy_speed: fl
     stage.note(
         "`all accepted`: the drafts are those tokens that the model was seen to emit from the same start, written over the MTP "
         "head's proposals before each round; it still proposes, at its cost. Real acceptance depends on real weights. "
-        "`of_copy_speed`: bytes of weights (without embedding and MTP head), filled pages and states, over the round's time, over "
-        "the copy speed measured in the same run."
+        "`of_copy_speed`: bytes of weights (without embedding and MTP head), filled pages and states, over the round's time, "
+        "over the copy speed measured in the same run."
     )
     before = peak()
     with_mtp = next(iter(setups.values()))
@@ -326,7 +329,8 @@ def measure(stage: Stage, compiling: Compiling, weights: Weights, copy_speed: fl
         cases = [(d,) for d in size.depths] if setup.shape.slots == 1 else list(size.shared)
         for depths in cases:
             label = " + ".join(f"{d:,}" for d in depths)
-            stage.run(f"{name}: decode at {label}", lambda: session.decode(depths), kind=f"decode {setup.shape.draft > 0}", guess=5)
+            kind = f"decode {setup.shape.draft > 0}"
+            stage.run(f"{name}: decode at {label}", lambda: session.decode(depths), kind=kind, guess=5)
         memory(stage, name, session, before, before := peak())
         session = None
 

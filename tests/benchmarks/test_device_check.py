@@ -46,7 +46,7 @@ def results(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     assert done.returncode == 0, done.stderr
     content = json.loads((out / "results.json").read_text())
     assert (out / "results.md").read_text() == markdown(content)
-    return {stage["name"]: {"left out": stage["left_out"], **{i["name"]: i for i in stage["items"]}} for stage in content["stages"]}
+    return {s["name"]: {"left out": s["left_out"], **{i["name"]: i for i in s["items"]}} for s in content["stages"]}
 
 
 def test_every_stage_ran_and_only_what_needs_a_gpu_was_left_out(results: dict) -> None:
@@ -61,7 +61,8 @@ def test_every_op_was_checked_or_is_named(results: dict) -> None:
     checked = {name.partition("/")[0] for name in results["numbers"] if name != "left out"}
     assert checked == set(kernels.TINY_OPS)
     ops = checked | {x["name"] for x in results["numbers"]["left out"]}
-    assert {"quantised_matmul", "head", "kv_append", "decode_attention", "delta_decode", "delta_fold", "delta_prefill", "prefill_attention"} <= ops
+    assert ops >= {"quantised_matmul", "head", "kv_append", "decode_attention", "prefill_attention"}
+    assert ops >= {"delta_decode", "delta_fold", "delta_prefill"}
     assert {x["name"] for x in results["times"]["left out"]} == {f"{op}: times" for op in ops}
     assert results["times"]["add/xla"]["median_us"] > 0 and results["times"]["copy"]["gb_s"] > 0
 
@@ -105,7 +106,11 @@ def test_without_a_gpu_one_line_says_so_and_compiling_goes_on(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(("--minutes", "0"), "--minutes is 0"), (("--target", "voodoo2"), "unknown card 'voodoo2'"), (("--programs", "/nowhere"), "/nowhere is no directory")],
+    [
+        (("--minutes", "0"), "--minutes is 0"),
+        (("--target", "voodoo2"), "unknown card 'voodoo2'"),
+        (("--programs", "/nowhere"), "/nowhere is no directory"),
+    ],
 )
 def test_bad_arguments_are_one_line(arguments: tuple[str, ...], named: str, tmp_path: Path) -> None:
     done = command(*arguments, "--out", str(tmp_path / "out"))
@@ -191,7 +196,8 @@ def test_drawn_weights_have_the_size_that_keeps_activations_and_zeros_in_the_pad
     assert np.asarray(jax.lax.bitcast_convert_type(words, jnp.int8)).min() == -127  # -128 is no code
     # The model without its MTP head has the very same weights.
     plain = random_model.draw_arrays(TextModel(setup.model, jnp.bfloat16, mtp=False, recipe=setup.recipe), 0)
-    assert set(plain) < set(arrays) and all(np.array_equal(plain[n], arrays[n]) for n in ("lm_head.words", "layers.3.mlp.down_proj.words"))
+    assert set(plain) < set(arrays)
+    assert all(np.array_equal(plain[n], arrays[n]) for n in ("lm_head.words", "layers.3.mlp.down_proj.words"))
 
 
 def test_tables_give_every_slot_pages_of_its_own() -> None:
@@ -207,7 +213,8 @@ def test_the_whole_size_goes_with_its_programs_and_pools() -> None:
     size = whole_model.WHOLE
     assert [(s.shape.slots, s.shape.draft) for s in size.setups.values()] == [(1, 3), (1, 0), (4, 3), (4, 0)]
     setup = size.setup(4, 3)
-    drawn = jax.eval_shape(lambda: random_model.parameters_from(setup.text_model(), random_model.draw_arrays(setup.text_model(), 0)))
+    model = setup.text_model()
+    drawn = jax.eval_shape(lambda: random_model.parameters_from(model, random_model.draw_arrays(model, 0)))
     _, (wanted, state), _ = setup.programs().source("decode_round")
     assert [(x.shape, x.dtype) for x in drawn] == [(x.shape, x.dtype) for x in wanted]
     filled = jax.eval_shape(lambda s: random_model.fill_pages(s, 0), state)
