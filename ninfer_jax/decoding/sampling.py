@@ -103,7 +103,27 @@ def needs_all_logits(params: SamplingParams) -> bool:
     return bool(adjusted or wide or params.logprobs is not None)
 
 
-def choose_among(candidates: Callable[[int], tuple[jax.Array, jax.Array]], state: SamplingState, rows: int) -> Choice:
+def choose_what_is_asked(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: int) -> Choice:
+    """`choose`, but without log-probabilities (zeros), penalties and biases where no slot asks for any of these."""
+    slots, rows, vocab = logits.shape
+
+    def candidates(k: int) -> tuple[jax.Array, jax.Array]:
+        flat = jnp.where(jnp.arange(vocab) < valid, logits, -jnp.inf).reshape(slots * rows, vocab)
+        if k == 1:
+            ids = most_likely(flat)[:, None]
+            return jnp.take_along_axis(flat, ids, axis=-1), ids
+        values, ids = jax.lax.top_k(flat, min(k, vocab))
+        return values, ids.astype(jnp.int32)
+
+    return jax.lax.cond(
+        jnp.any(state.all_logits), lambda: choose(logits, state, drafts, valid),
+        lambda: choose_among(candidates, state, rows, min(MAX_TOP_LOGPROBS, vocab)),
+    )
+
+
+def choose_among(
+    candidates: Callable[[int], tuple[jax.Array, jax.Array]], state: SamplingState, rows: int, top: int = MAX_TOP_LOGPROBS
+) -> Choice:
     """`choose` where no slot has `all_logits`, from candidates alone: the same tokens, no log-probabilities (zeros).
 
     candidates(k) gives the k largest logits of every row float32 `[S * rows, k]`, falling, and their int32 ids.
@@ -114,14 +134,14 @@ def choose_among(candidates: Callable[[int], tuple[jax.Array, jax.Array]], state
         return candidates(1)[1].reshape(slots, rows)
 
     def drawn() -> jax.Array:
-        values, ids = (x.reshape(slots, rows, CANDIDATES) for x in candidates(CANDIDATES))
+        values, ids = (x.reshape(slots, rows, -1) for x in candidates(CANDIDATES))
         index = state.emitted[:, None] + jnp.arange(rows)
         scaled = _scaled(values, state)
         token = _draw_sorted(scaled, ids, state, _uniforms(state, index))
         return jnp.where((state.temperature > 0)[:, None], token, ids[..., 0])
 
     token = jax.lax.cond(jnp.any(state.temperature > 0), drawn, greedy)
-    return Choice(token, *_no_logprobs(slots, rows, MAX_TOP_LOGPROBS))
+    return Choice(token, *_no_logprobs(slots, rows, top))
 
 
 def _no_logprobs(slots: int, rows: int, top: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ninfer_jax.decoding import Choice, SamplingState, choose, choose_among, judge
+from ninfer_jax.decoding import Choice, SamplingState, choose, choose_among, choose_what_is_asked, judge
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs.draft import propose
 from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
@@ -48,7 +48,7 @@ def decode_round(
         done, pools, recurrent = verify_rows_one_by_one(model, state, rows, kv)
         hidden = done.hidden[:, : rows.shape[1]]
         state = state._replace(recurrent=recurrent)
-        choice = choose(done.logits, state.sampling, slots.drafts, valid_ids)
+        choice = choose_what_is_asked(done.logits, state.sampling, slots.drafts, valid_ids)
     verdict = judge(choice.token, slots.drafts, state.sampling.stop_ids, slots.left, slots.active)
     state = state._replace(kv=pools)
     if rows_together:
@@ -87,7 +87,7 @@ def choose_rows(model: TextModel, hidden: jax.Array, sampling: SamplingState, dr
         return choose(model.logits(flat).reshape(slots, rows, -1), sampling, drafts, valid_ids)
 
     if not model.has_candidates(slots * rows):
-        return from_all()
+        return choose_what_is_asked(model.logits(flat).reshape(slots, rows, -1), sampling, drafts, valid_ids)
     return jax.lax.cond(
         jnp.any(sampling.all_logits), from_all, lambda: choose_among(lambda k: model.candidates(flat, k, valid_ids), sampling, rows)
     )
