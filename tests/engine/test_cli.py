@@ -57,8 +57,8 @@ def invoke(monkeypatch, plain_engine):
     """Runs the command in this process with the engine loaded already; returns (stdout, stderr)."""
     asked = {}
 
-    def load(path, config, *, progress):
-        asked.update(path=path, config=config)
+    def load(path, config, *, programs, progress):
+        asked.update(path=path, config=config, programs=programs)
         progress("weights", 1, 1)
         progress("programs", 1, 1)
         return plain_engine

@@ -89,7 +89,7 @@ def test_bad_arguments_in_one_line(arguments: list[str], message: str) -> None:
 def test_an_engine_that_does_not_fit_is_refused_before_a_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1_000_000)
     read = []
-    monkeypatch.setattr("ninfer_jax.engine.engine.load_parameters", lambda *a, **k: read.append(a))
+    monkeypatch.setattr("ninfer_jax.engine.weights_in.load_parameters", lambda *a, **k: read.append(a))
     with pytest.raises(ValueError, match="memory: .* bytes are needed.* 1,000,000 are free") as caught:
         Engine.load(tiny_path(), EngineConfig(context=256, prefill_chunk=64))
     assert "\n" not in str(caught.value) and not read
