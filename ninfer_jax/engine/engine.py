@@ -76,14 +76,14 @@ class Engine:
 
         platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
         setup = resolve(model_config, tokenizer.vocab_size, config, platform, weights.recipe(platform))
-        ready = setup.programs()
-        weights.check(setup.text_model())
+        ready, text = setup.programs(), setup.text_model()
+        weights.check(text)
         if programs is None:
             ready.compile_all(lambda done, total: tell("programs", done, total))
         else:
             load_into(ready, Path(programs), setup)
         check_memory(ready)
-        parameters = weights.parameters(setup.text_model(), lambda done, total: tell("weights", done, total))
+        parameters = weights.parameters(text, lambda done, total: tell("weights", done, total))
         runner = Runner(ready, parameters, ready.allocate())
         return cls(runner, ready, tokenizer, template, defaults, model_config, started_at)
 
