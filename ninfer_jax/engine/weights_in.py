@@ -6,9 +6,8 @@ they are expanded once, to the numbers they stand for, and the plain model runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,9 @@ import numpy as np
 from flax import nnx
 
 from ninfer_jax.config import ModelConfig, Recipe
-from ninfer_jax.model import TextModel, fill, fill_arrays, parameter_specs, parameters_of, split_model
-from pallas_kernels import embedding
-from pallas_kernels.matmul import QuantisedWeight, dequantise
+from ninfer_jax.engine import huge_pages
+from ninfer_jax.engine.expand import expand
+from ninfer_jax.model import TextModel, fill, fill_arrays, join_and_put, parameter_specs, parameters_of, split_model
 from weights import Artifact, ArtifactError, Checkpoint, ParameterSpec, is_artifact, iter_parameters, load_parameters
 
 Tell = Callable[[int, int], None]
@@ -44,7 +43,7 @@ class CheckpointWeights:
             self._checkpoint, parameter_specs(model), ignore_prefixes=() if model.has_mtp else ("mtp.",),
             progress=lambda done, total, name: tell(done, total),
         )  # fmt: skip
-        return fill(split_model(model)[1], arrays)
+        return fill(split_model(model)[1], arrays, _put())
 
 
 class ArtifactWeights:
@@ -79,8 +78,9 @@ class ArtifactWeights:
             while arrays:
                 spec = specs[next(iter(arrays))]
                 # What only a GPU's model has (a draft head) is expanded for nothing and dropped.
-                tensors |= {n: a.astype(dtypes[n]) for n, a in expand(spec, arrays).items() if n in dtypes}
-        return fill(described, tensors)
+                own = [dtypes[t.name] for t in spec.tensors if t.name in dtypes]
+                tensors |= {n: a for n, a in expand(spec, arrays, own[0] if own else jnp.float32).items() if n in dtypes}
+        return fill(described, tensors, _put())
 
     def _specs(self, config: ModelConfig, mtp: bool) -> dict[str, ParameterSpec]:
         """The quantised model's parameters, by the name of each of their arrays."""
@@ -97,6 +97,10 @@ class ArtifactWeights:
         return found
 
 
+def _put() -> Callable[[Sequence[np.ndarray]], jax.Array]:
+    return huge_pages.on_cpu if jax.default_backend() == "cpu" else join_and_put
+
+
 def open_weights(path: Path) -> CheckpointWeights | ArtifactWeights:
     """ValueError, one line, for a directory that is neither."""
     return ArtifactWeights(path) if is_artifact(path) else CheckpointWeights(path)
@@ -110,24 +114,3 @@ def stored_recipe(artifact: Artifact) -> Recipe:
         return recipe.with_groups(own)
     except (KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{artifact.path}: the manifest's recipe is damaged ({type(error).__name__} {error})") from None
-
-
-def expand(spec: ParameterSpec, arrays: dict[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """The tensors that a parameter stands for, by their names in a checkpoint, float32; its arrays are taken out of
-    `arrays`, where they go by their full names."""
-    own: dict[str, Any] = {field: arrays.pop(f"{spec.name}.{field}" if spec.name else field) for field in spec.arrays}
-    stored, rows = spec.stored, sum(t.shape[0] for t in spec.tensors)
-    if stored is None:
-        (values,) = own.values()
-        values = values.astype(np.float32)
-    elif stored.kind == "matrix":
-        weight = QuantisedWeight(own["words"], own["scales"], stored.bits, stored.group, (spec.tensors[0].shape[1], rows))
-        values = np.asarray(dequantise(jax.tree.map(jnp.asarray, weight))).T
-    else:
-        table = embedding.QuantisedRows(jnp.asarray(own["codes"]), jnp.asarray(own["scales"]), stored.bits, stored.group)
-        values = np.asarray(embedding.lookup(table, jnp.arange(rows), jnp.float32))
-    found, start = {}, 0
-    for tensor in spec.tensors:
-        found[tensor.name] = values[start : start + tensor.shape[0]]
-        start += tensor.shape[0]
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -41,18 +41,27 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(model)
 
 
-def fill(parameters: nnx.State, arrays: MutableMapping[str, np.ndarray | jax.Array]) -> nnx.State:
+def join_and_put(parts: Sequence[np.ndarray | jax.Array]) -> jax.Array:
+    """Arrays laid one after another along their first axis, on the default device."""
+    # Joined on the host: the device's concatenation would be a program to compile for each shape.
+    return jax.device_put(parts[0] if len(parts) == 1 else np.concatenate([np.asarray(p) for p in parts]))
+
+
+def fill(
+    parameters: nnx.State,
+    arrays: MutableMapping[str, np.ndarray | jax.Array],
+    put: Callable[[Sequence[np.ndarray | jax.Array]], jax.Array] = join_and_put,
+) -> nnx.State:
     """`parameters` with every description replaced by the tensors of its name or names, which are taken out of `arrays`:
     tensors that share a parameter are there twice only one parameter at a time. For models without quantised parameters.
+    put: makes one array of the device from the tensors of a parameter.
 
     Raises ValueError, naming the tensor, when one is absent or differs in shape or dtype: nothing is ever made up.
     """
     filled = []
     for path, leaf in nnx.to_flat_state(parameters):
         parts = [_take(arrays, t.name, t.shape, leaf.dtype) for t in _tensors(path, leaf)]
-        # Joined on the host: the device's concatenation would be a program to compile for each shape.
-        array = parts[0] if len(parts) == 1 else np.concatenate([np.asarray(p) for p in parts])
-        filled.append((path, leaf.replace(jax.device_put(array))))
+        filled.append((path, leaf.replace(put(parts))))
     return nnx.from_flat_state(filled)
 
 

@@ -1,0 +1,66 @@
+"""Weights of a CPU engine in large memory pages.
+
+A decode step streams every weight once. From pages of 4 KiB the processor looks up 130,000 addresses for 500 MB, which
+cost a tenth of the step (docs/benchmarks.md); from pages of 2 MiB, 250. Linux gives large ones to whoever asks, in most
+distributions to no one else.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+PAGE = 2 << 20  # bytes; x86-64's and, with pages of 4 KiB below, ARM's
+
+
+def on_cpu(parts: Sequence[np.ndarray]) -> jax.Array:
+    """Arrays of one dtype laid one after another along their first axis, as one array of the CPU; what fills a large page
+    or more lies in large pages where the system has them."""
+    first = np.asarray(parts[0])
+    shape = (sum(p.shape[0] for p in parts), *first.shape[1:]) if first.ndim else ()
+    nbytes = int(np.prod(shape, dtype=np.int64)) * first.dtype.itemsize
+    if nbytes < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return jax.device_put(first if len(parts) == 1 else np.concatenate([np.asarray(p) for p in parts]))
+    joined = _in_place(parts, shape)
+    if joined is None:
+        joined, start = empty(shape, first.dtype), 0
+        for part in parts:
+            joined[start : start + part.shape[0]] = part
+            start += part.shape[0]
+    # Aligned host memory is not copied by JAX's CPU client: the array keeps it, and nobody else holds `joined`.
+    return jax.device_put(joined)
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array for `on_cpu` to keep instead of copying it; so it does with the whole of it, cut along the first axis or not."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    large = nbytes >= PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+    return _memory(nbytes).view(dtype).reshape(shape) if large else np.empty(shape, dtype)
+
+
+def _in_place(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray | None:
+    """The parts as one array where they are the whole of an `empty`, in order."""
+    first = parts[0]
+    if not isinstance(first, np.ndarray) or first.ctypes.data % PAGE:
+        return None
+    at = first.ctypes.data
+    for part in parts:
+        if not isinstance(part, np.ndarray) or part.base is not first.base or part.ctypes.data != at or not part.flags.c_contiguous:
+            return None
+        at += part.nbytes
+    return np.lib.stride_tricks.as_strided(first, shape, first.strides)
+
+
+def _memory(nbytes: int) -> np.ndarray:
+    """uint8 `[nbytes]`, zeros, at the start of a large page."""
+    room = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        room.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel built without them: small pages hold the same numbers
+    whole = np.frombuffer(room, np.uint8)
+    offset = -whole.ctypes.data % PAGE
+    return whole[offset : offset + nbytes]
