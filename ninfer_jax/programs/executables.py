@@ -10,12 +10,14 @@ import hashlib
 import json
 import platform as machine
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from ninfer_jax.programs.card import Compilation, compile_program, facts_of
 from ninfer_jax.programs.programs import ALWAYS, Programs
@@ -48,7 +50,8 @@ def compile_to(
             progress(name, done, len(names))
         start = time.perf_counter()
         if target == "cpu":
-            compiled = programs.compiled(name)
+            with _no_compilation_cache():
+                compiled = programs.compiled(name)
             compilation = facts_of(name, target, compiled, 0.0, time.perf_counter() - start)
         else:
             compiled, compilation = compile_program(name, programs.source(name), target)
@@ -68,6 +71,20 @@ def compile_to(
     if progress:
         progress("done", len(names), len(names))
     return facts
+
+
+@contextmanager
+def _no_compilation_cache() -> Iterator[None]:
+    """Whatever JAX_COMPILATION_CACHE_DIR says: what XLA's CPU compiler took out of that cache, it serialises again without
+    some of its functions ("Function wrapped_exponential not found", jaxlib 0.10.2), and only running it would tell."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is in use
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def load_into(programs: Programs, directory: Path, setup: Setup) -> None:

@@ -16,16 +16,19 @@ SHAPES = ["--context", "256", "--draft", "2", "--prefill-chunk", "64", "--kv", "
 CONFIG = EngineConfig(context=256, draft=2, prefill_chunk=64, kv="rk4v4-e8")
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "ninfer_jax.cli.main", *arguments], capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-    )
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    return subprocess.run([sys.executable, "-m", "ninfer_jax.cli.main", *arguments], capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("programs")
-    done = command("compile", str(tiny_path()), "--target", "cpu", "--out", str(out), "--report", str(out / "report.json"), *SHAPES)
+    """Beside a compilation cache of JAX that has these very programs: what it holds must not end up in the files."""
+    out, cache = tmp_path_factory.mktemp("programs"), tmp_path_factory.mktemp("cache")
+    used = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    done = command("generate", "tiny", "--prompt", "ROMEO.", "--max-new", "2", *SHAPES, **used)
+    assert done.returncode == 0 and list(cache.iterdir()), done.stderr
+    done = command("compile", str(tiny_path()), "--target", "cpu", "--out", str(out), "--report", str(out / "report.json"), *SHAPES, **used)
     assert done.returncode == 0, done.stderr
     return out
 
