@@ -35,9 +35,10 @@ demo: .venv/.installed
 
 test: test-engine test-cards
 
-# Two processes: a module's tests share engines, so modules stay whole.
+# Two processes: a module's tests share engines, so modules stay whole. Engines of one shape are compiled once in a run.
 test-engine: .venv/.installed-test
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest -n 2 --dist loadscope --ignore=tests/cards
+	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
+	JAX_COMPILATION_CACHE_DIR="$$cache" JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3 JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest -n 2 --dist loadscope --ignore=tests/cards
 
 # Needs the compiler wheels (about 1 GB), hence an environment of its own.
 test-cards: .venv-cards/.installed-test-cards
