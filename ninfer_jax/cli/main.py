@@ -8,9 +8,11 @@ from ninfer_jax.cli.bench import bench
 from ninfer_jax.cli.convert import convert
 from ninfer_jax.cli.evaluate import evaluate
 from ninfer_jax.cli.generate import generate
+from ninfer_jax.cli.one_line import OneLineErrors
 from ninfer_jax.cli.plan import compile_programs, plan
 
 app = typer.Typer(
+    cls=OneLineErrors,
     help="Run the hybrid Qwen3.5-family models on one card with fixed shapes.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip

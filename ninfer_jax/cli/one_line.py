@@ -1,0 +1,30 @@
+"""Mistakes in a command line, told on one line like every other error."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from typer.core import TyperGroup
+
+
+class OneLineErrors(TyperGroup):
+    """Commands whose parse errors are `error: ...; see ... --help` instead of usage and a box of several lines."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except Exception as error:
+            # Typer's own copy of click raises them in some versions, click in others: told by what they can do.
+            if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
+                raise
+            context = getattr(error, "ctx", None)
+            if type(error).__name__ == "NoArgsIsHelpError":
+                print(error.format_message(), file=sys.stderr)
+            else:
+                message = " ".join(error.format_message().split()).rstrip(".")
+                print(f"error: {message}; see `{context.command_path if context else 'ninfer-jax'} --help`", file=sys.stderr)
+            sys.exit(error.exit_code)
+        sys.exit(code if isinstance(code, int) else 0)
