@@ -1,13 +1,11 @@
 """The plan: what it adds up is what the arrays are, and what it advises would fit."""
 
-import dataclasses
 import json
 
-import jax
 import pytest
 from typer.testing import CliRunner
 
-from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax import Engine, EngineConfig
 from ninfer_jax.cli import plan as cli
 from ninfer_jax.cli.main import app
 from ninfer_jax.config import EngineConfig as Config
@@ -93,26 +91,3 @@ def test_an_engine_that_does_not_fit_is_refused_before_a_weight_is_read(monkeypa
     with pytest.raises(ValueError, match="memory: .* bytes are needed.* 1,000,000 are free") as caught:
         Engine.load(tiny_path(), EngineConfig(context=256, prefill_chunk=64))
     assert "\n" not in str(caught.value) and not read
-
-
-def test_nothing_grows_in_service() -> None:
-    """Live buffers after mixed requests: as many and as large as after the first."""
-    engine = Engine.load(tiny_path(), EngineConfig(context=256, prefill_chunk=64, slots=2, draft=1))
-    requests = [
-        SamplingParams(temperature=0, max_new_tokens=5), SamplingParams(temperature=1, seed=1, max_new_tokens=9, logprobs=3),
-        SamplingParams(temperature=0.7, top_k=5, seed=2, max_new_tokens=3, presence_penalty=0.5), SamplingParams(temperature=0, max_new_tokens=2, logit_bias={5: 2.0}),
-    ]  # fmt: skip
-
-    def live() -> tuple[int, int]:
-        arrays = jax.live_arrays()
-        return len(arrays), sum(a.nbytes for a in arrays)
-
-    def serve(rounds: int) -> None:
-        for at in range(rounds):
-            prompts = ["abc def " * (1 + (at + i) % 9) for i in range(len(requests))]
-            engine.generate_many(prompts, [dataclasses.replace(r, seed=at) for r in requests])
-
-    serve(1)
-    before = live()
-    serve(25)
-    assert live() == before
