@@ -39,6 +39,7 @@ def bench(
     ] = None,
     prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
+    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: do not compare its arrays with their digests.")] = False,
     json_file: Annotated[Path | None, _Option("--json", help="Keep the results here, written after every cell.")] = None,
     resume: Annotated[
         bool, _Option("--resume", help="Take from the --json file what it has with these settings and versions.")
@@ -54,7 +55,7 @@ def bench(
         lists = {name: _integers(name, text) for name, text in given.items()}
         lists["context"] = [None] if context is None else _integers("context", context)
         _run(console, model, lists, kv, dict(warmup=warmup, repeats=repeats, prefill_chunk=prefill_chunk, dtype=dtype), corpus,
-             _Files(json_file, resume, csv_file, plot, compare))  # fmt: skip
+             _Files(json_file, resume, csv_file, plot, compare), not no_verify)  # fmt: skip
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -79,8 +80,9 @@ class _Files:
 
 
 def _run(
-    console: Console, model: str, lists: dict[str, list], kv: str | None, shapes: dict, corpus_file: Path | None, files: _Files
-) -> None:
+    console: Console, model: str, lists: dict[str, list], kv: str | None, shapes: dict, corpus_file: Path | None, files: _Files,
+    verify: bool,
+) -> None:  # fmt: skip
     # Imported here so that --help and mistakes in the arguments do not wait for JAX.
     import jax
 
@@ -88,7 +90,7 @@ def _run(
     from ninfer_jax.bench.results import Results, read_rows
     from ninfer_jax.bench.run import Bench, Settings, tokens_needed
     from ninfer_jax.config import EngineConfig, ModelConfig
-    from ninfer_jax.engine import Engine
+    from ninfer_jax.engine import Engine, allocator
     from ninfer_jax.programs.plan import page_bytes
     from ninfer_jax.programs.setup import resolve
     from ninfer_jax.text import Tokenizer
@@ -97,6 +99,7 @@ def _run(
     engine = EngineConfig(prefill_chunk=shapes["prefill_chunk"], dtype=shapes["dtype"])
     path = tiny_path() if model == "tiny" and not Path(model).exists() else Path(model)
     geometry, tokenizer = ModelConfig.from_hf(path), Tokenizer.from_dir(path)
+    allocator.reserve(None)  # before the next line starts JAX: engines of several sizes follow one another
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
     formats = _items("kv", kv) if kv is not None else [resolve(geometry, tokenizer.vocab_size, engine, platform).shape.kv]
     wanted = matrix.cells(
@@ -121,7 +124,7 @@ def _run(
         def load(config: EngineConfig) -> Engine:
             words = f"context {config.context}, kv {config.kv}, K {config.draft}, slots {config.slots}"
             return Engine.load(
-                path, config, progress=lambda stage, done, total: bar.tell(f"engine ({words}): {stage}", done, total)
+                path, config, verify=verify, progress=lambda stage, done, total: bar.tell(f"engine ({words}): {stage}", done, total)
             )
 
         rows = Bench(settings, device.versions(), text, load, results, bar.tell, bar.row).run(groups)

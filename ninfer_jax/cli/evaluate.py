@@ -63,6 +63,7 @@ def evaluate(
     max_new: Annotated[int | None, _Option(min=1, help="acceptance: tokens of each.")] = None,
     prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
+    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: do not compare its arrays with their digests.")] = False,
     as_json: Annotated[Path | None, _Option("--json", help="Write all figures to this file.")] = None,
     plot: Annotated[Path | None, _Option(help="Write a picture into this directory.")] = None,
 ) -> None:
@@ -74,7 +75,7 @@ def evaluate(
     try:
         options = _options(measure.value, given)
         formats = [name.strip() for name in kv.split(",")] if kv else [None]
-        job = Job(console, model, _read(text), formats, prefill_chunk, dtype)
+        job = Job(console, model, _read(text), formats, prefill_chunk, dtype, not no_verify)
         rows = MEASURES[measure.value](job, options, plot)
         about = {"measure": measure.value, "model": model, "device": job.device, "text": str(text),
                  "text_sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "options": options, "results": rows}  # fmt: skip
@@ -129,9 +130,12 @@ def _read(file: Path) -> str:
 class Job:
     """What all measures share: engines one at a time, so that one card is enough, and the text in tokens."""
 
-    def __init__(self, console: Console, model: str, text: str, formats: list[str | None], chunk: int, dtype: str):
+    def __init__(self, console: Console, model: str, text: str, formats: list[str | None], chunk: int, dtype: str, verify: bool):
+        from ninfer_jax.engine import allocator
         from pallas_kernels.kv_codecs import check_format
         from weights import tiny_path
+
+        allocator.reserve(None)  # before JAX starts: engines of several sizes follow one another
 
         for kv in formats:
             if kv is not None:  # before the first engine loads, not when its turn comes
@@ -140,7 +144,7 @@ class Job:
         self.console, self.text, self.formats = console, text, formats
         self.path = tiny_path() if model == "tiny" and not path.exists() else path
         self._shapes = {"prefill_chunk": chunk, "dtype": dtype}
-        self.device = ""
+        self._verify, self.device = verify, ""
 
     def load(self, kv: str | None, context: int, draft: int = 0) -> Engine:
         from ninfer_jax.config import EngineConfig
@@ -149,7 +153,7 @@ class Job:
         gc.collect()  # the engine before is part of a cycle; a card has no room for both
         config = EngineConfig(context=context, kv=kv, draft=draft, **self._shapes)
         with self.progress(f"loading, kv {kv or 'auto'}, draft {draft}") as tell:
-            engine = Engine.load(self.path, config, progress=lambda stage, done, total: tell(done, total))
+            engine = Engine.load(self.path, config, verify=self._verify, progress=lambda stage, done, total: tell(done, total))
         self.device = engine.device
         return engine
 

@@ -39,6 +39,7 @@ def generate(
     pool: Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")] = None,
     prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
     programs: Annotated[Path | None, _Option(help="Executables from `ninfer-jax compile`; only from a directory you trust.")] = None,
+    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: do not compare its arrays with their digests.")] = False,
     seed: Annotated[int | None, _Option(help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, _Option(help="A string that ends the answer; may be given several times.")] = None,
     as_json: Annotated[bool, _Option("--json", help="Print one JSON object instead of streaming.")] = False,
@@ -49,7 +50,8 @@ def generate(
         _run(console, model, _input(source, prompt, messages), as_json, no_thinking,
              dict(max_new_tokens=max_new, temperature=0.0 if greedy else temperature, top_k=top_k, top_p=top_p,
                   min_p=min_p, seed=seed, stop=tuple(stop or ())),
-             dict(context=context, kv=kv, draft=draft, slots=slots, dtype=dtype, pool=pool, prefill_chunk=prefill_chunk), programs)  # fmt: skip
+             dict(context=context, kv=kv, draft=draft, slots=slots, dtype=dtype, pool=pool, prefill_chunk=prefill_chunk),
+             dict(programs=programs, verify=not no_verify))  # fmt: skip
     except ValueError as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -59,7 +61,7 @@ def generate(
 
 def _run(
     console: Console, model: str, given: str | list, as_json: bool, no_thinking: bool, sampling: dict[str, Any], shapes: dict[str, Any],
-    programs: Path | None,
+    loading: dict[str, Any],
 ) -> None:  # fmt: skip
     # Imported here so that --help and mistakes in the arguments do not wait for JAX.
     from ninfer_jax.config import EngineConfig
@@ -71,7 +73,7 @@ def _run(
     if no_thinking and isinstance(given, str):
         raise ValueError("--no-thinking goes with --messages: raw text has no chat template")
     path = _model_path(model)
-    engine = _load(console, path, config, programs)
+    engine = _load(console, path, config, loading)
     params = engine.default_params(**given_sampling)
     options = {"enable_thinking": False} if no_thinking else {}
     completion = _answer(console, engine, given, params, options, _header(path.name, engine), quiet=as_json)
@@ -119,7 +121,7 @@ def _model_path(model: str) -> Path:
     return tiny_path() if model == "tiny" and not path.exists() else path
 
 
-def _load(console: Console, path: Path, config: Any, programs: Path | None) -> Engine:
+def _load(console: Console, path: Path, config: Any, loading: dict[str, Any]) -> Engine:
     from ninfer_jax.engine import Engine
 
     with _bar(console, TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()) as bar:
@@ -130,7 +132,7 @@ def _load(console: Console, path: Path, config: Any, programs: Path | None) -> E
                 tasks[stage] = bar.add_task(f"{stage:10s}", total=total)
             bar.update(tasks[stage], completed=done)
 
-        return Engine.load(path, config, programs=programs, progress=show)
+        return Engine.load(path, config, **loading, progress=show)
 
 
 def _header(name: str, engine: Engine) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from ninfer_jax.config import EngineConfig, ModelConfig
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.decoding.params import MAX_STOP_IDS
+from ninfer_jax.engine import allocator
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
@@ -22,7 +23,7 @@ from ninfer_jax.engine.weights_in import open_weights
 from ninfer_jax.engine.memory import check_memory
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import load_into
-from ninfer_jax.programs.setup import resolve
+from ninfer_jax.programs.setup import Setup, resolve
 from ninfer_jax.text import ChatTemplate, GenerationDefaults, Tokenizer, render_prompt
 from pallas_kernels.kv_codecs import bytes_per_vector
 
@@ -48,13 +49,14 @@ class Engine:
     @classmethod
     def load(
         cls, path: str | Path, config: EngineConfig | None = None, *, programs: str | Path | None = None,
-        progress: LoadProgress | None = None,
+        verify: bool = True, progress: LoadProgress | None = None,
     ) -> Engine:  # fmt: skip
         """Read a Hugging Face checkpoint directory or an artifact (`ninfer-jax convert`), compile the programs and allocate
         the state. On a CPU an artifact's weights are expanded to the numbers they stand for.
 
         programs: a directory that `ninfer-jax compile` wrote for this very configuration and device: its executables are
-        loaded (they are pickles: name only a directory you trust) and nothing is traced or compiled. progress: called with
+        loaded (they are pickles: name only a directory you trust) and nothing is traced or compiled. verify: compare the SHA-256
+        of an artifact's arrays with its manifest; without, damaged numbers go unnoticed. progress: called with
         ("programs", compiled, in all) and ("weights", bytes done, bytes in all). ValueError, on one line, for anything in
         the directory or the configuration that does not fit, memory included; nothing is ever guessed or made up.
         """
@@ -63,7 +65,7 @@ class Engine:
         tell = progress or (lambda stage, done, total: None)
         path = Path(path)
         model_config = ModelConfig.from_hf(path)
-        weights = open_weights(path)
+        weights = open_weights(path, verify)
         if config.draft and not (model_config.mtp_layers and weights.has_mtp):
             raise ValueError(f"draft is {config.draft}, but {path} has no MTP head (mtp.* tensors) to draft with; use draft 0")
         tokenizer = Tokenizer.from_dir(path)
@@ -74,8 +76,11 @@ class Engine:
         if max(defaults.eos_ids) >= tokenizer.vocab_size:
             raise ValueError(f"{path}: eos_token_id {max(defaults.eos_ids)} is no token, tokenizer.json has {tokenizer.vocab_size} ids")
 
-        platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
-        setup = resolve(model_config, tokenizer.vocab_size, config, platform, weights.recipe(platform))
+        def setup_for(platform: str) -> Setup:
+            return resolve(model_config, tokenizer.vocab_size, config, platform, weights.recipe(platform))
+
+        allocator.reserve(lambda: setup_for("cuda"))  # before the next line starts JAX
+        setup = setup_for("cpu" if jax.default_backend() == "cpu" else "cuda")
         ready, text = setup.programs(), setup.text_model()
         weights.check(text)
         if programs is None:

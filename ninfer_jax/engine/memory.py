@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from ninfer_jax.engine.allocator import limit_hint
 from ninfer_jax.programs import Programs
 from ninfer_jax.programs.plan import SERVING, nbytes
 
@@ -36,7 +37,9 @@ def check_memory(programs: Programs) -> None:
     device = jax.devices()[0]
     need, free = needed_bytes(programs), free_bytes(device)
     if free is not None and need > free:
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        hint = limit_hint(need, stats["bytes_limit"]) if stats else ""
         raise ValueError(
             f"memory: {need:,} bytes are needed for weights, pages, states and workspace, {free:,} are free on {device.device_kind}; "
-            "take a smaller context or pool, a smaller KV format or fewer slots (`ninfer-jax plan` shows what would fit)"
+            + (hint or "take a smaller context or pool, a smaller KV format or fewer slots (`ninfer-jax plan` shows what would fit)")
         )

@@ -47,10 +47,10 @@ class CheckpointWeights:
 
 
 class ArtifactWeights:
-    """Of an artifact directory."""
+    """Of an artifact directory; verify: compare the digests of its arrays as they are read."""
 
-    def __init__(self, path: Path):
-        self.artifact = Artifact.open(path)
+    def __init__(self, path: Path, verify: bool = True):
+        self.artifact, self._verify = Artifact.open(path), verify
         self.has_mtp = self.artifact.has_mtp
 
     def recipe(self, platform: str) -> Recipe | None:
@@ -70,11 +70,11 @@ class ArtifactWeights:
 
         _, described = split_model(model)
         if any(spec.stored for spec in parameters_of(model)):
-            return fill_arrays(described, self.artifact.load(jax.device_put, skip=skip, progress=progress))
+            return fill_arrays(described, self.artifact.load(jax.device_put, verify=self._verify, skip=skip, progress=progress))
         specs = self._specs(model.config, model.has_mtp)
         dtypes = {t.name: jnp.dtype(t.dtype) for t in parameter_specs(model)}
         tensors: dict[str, np.ndarray] = {}
-        for arrays in self.artifact.read_groups(skip=skip, progress=progress):
+        for arrays in self.artifact.read_groups(verify=self._verify, skip=skip, progress=progress):
             while arrays:
                 spec = specs[next(iter(arrays))]
                 # What only a GPU's model has (a draft head) is expanded for nothing and dropped.
@@ -101,9 +101,9 @@ def _put() -> Callable[[Sequence[np.ndarray]], jax.Array]:
     return huge_pages.on_cpu if jax.default_backend() == "cpu" else join_and_put
 
 
-def open_weights(path: Path) -> CheckpointWeights | ArtifactWeights:
-    """ValueError, one line, for a directory that is neither."""
-    return ArtifactWeights(path) if is_artifact(path) else CheckpointWeights(path)
+def open_weights(path: Path, verify: bool = True) -> CheckpointWeights | ArtifactWeights:
+    """verify: as for `ArtifactWeights`; a checkpoint has no digests. ValueError, one line, for a directory that is neither."""
+    return ArtifactWeights(path, verify) if is_artifact(path) else CheckpointWeights(path)
 
 
 def stored_recipe(artifact: Artifact) -> Recipe:

@@ -19,8 +19,9 @@ def bench(monkeypatch, engine):
     """Runs the command with the engine loaded already; `bench.loaded` are the configurations it asked for."""
     loaded = []
 
-    def load(path, config, *, progress):
+    def load(path, config, *, verify, progress):
         loaded.append(config)
+        call.verified = verify
         progress("programs", 1, 1)
         return engine
 
@@ -52,6 +53,10 @@ def test_a_matrix_with_all_its_files(bench, tmp_path):
     assert sorted(p.name for p in plots.iterdir()) == ["acceptance_by_draft.png", "memory_by_context.png", "speed_by_depth.png"]
     assert sum(line.startswith("│") for line in done.stdout.splitlines()) == 4
     assert done.stderr.splitlines()[0] == "1 of 4: prompt 32, gen 6, depth 0, kv f32, K 2, slots 2, context 320: measured"
+
+    assert bench.verified
+    bench("--prompt", "8", "--gen", "2", *COMMON, "--no-verify")
+    assert not bench.verified and bench.loaded.pop()
 
     # All of it is there: nothing is loaded, and the new rows are the old ones.
     again = bench(*lists, *COMMON, "--json", file, "--resume", "--compare", file)

@@ -129,6 +129,26 @@ def test_command(tmp_path, tensors):
         assert line.startswith("error: ") and said in line
 
 
+def test_a_damaged_array_is_refused_unless_nobody_wants_to_know(tmp_path, gptq):
+    """One bit of a stored array: refused by name; with `--no-verify` it is one other number."""
+    path = shutil.copytree(gptq[0].path, tmp_path / "copy")
+    file = path / "parameters/layers.0/layers.0.mlp.down_proj.words/0.0"
+    raw = bytearray(file.read_bytes())
+    raw[0] ^= 1
+    file.write_bytes(raw)
+    command = ["generate", str(path), "--prompt", "x", "--greedy", "--max-new", "2", "--context", "64", "--prefill-chunk", "64", "--json"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1 and refused.stdout == ""
+    (line,) = refused.stderr.splitlines()
+    assert "layers.0.mlp.down_proj.words is damaged" in line and "SHA-256" in line
+    done = CliRunner().invoke(app, [*command, "--no-verify"])
+    assert done.exit_code == 0 and len(json.loads(done.stdout)["tokens"]) == 2, done.stderr
+    model = TextModel(ModelConfig.from_hf(path), jnp.float32, mtp=True)
+    sound, damaged = (ArtifactWeights(p, verify=False).parameters(model, lambda *_: None) for p in (gptq[0].path, path))
+    differ = [int((np.asarray(a) != np.asarray(b)).sum()) for a, b in zip(jax.tree.leaves(sound), jax.tree.leaves(damaged), strict=True)]
+    assert sum(differ) == 1
+
+
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, tensors):
     """A limit on the size of files stands in for it: the write fails all the same."""
     folder = formats.plain(tmp_path / "source", tensors)

@@ -57,8 +57,8 @@ def invoke(monkeypatch, plain_engine):
     """Runs the command in this process with the engine loaded already; returns (stdout, stderr)."""
     asked = {}
 
-    def load(path, config, *, programs, progress):
-        asked.update(path=path, config=config, programs=programs)
+    def load(path, config, *, programs, verify, progress):
+        asked.update(path=path, config=config, programs=programs, verify=verify)
         progress("weights", 1, 1)
         progress("programs", 1, 1)
         return plain_engine
@@ -86,6 +86,7 @@ def test_the_model_argument(invoke, tmp_path, monkeypatch):
 def test_options_reach_the_configuration(invoke):
     invoke("m", "--prompt", "x", "--max-new", "1", "--context", "300", "--kv", "rk4v4", "--draft", "4", "--slots", "3", "--dtype", "bfloat16")
     config = invoke.asked["config"]
+    assert invoke.asked["verify"]
     assert (config.context, config.kv, config.draft, config.slots, config.dtype) == (300, "rk4v4", 4, 3, "bfloat16")
 
 
@@ -121,5 +122,5 @@ def test_stdin_is_taken_as_it_is(invoke, plain_engine):
 def test_help_names_every_option():
     result = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
-    for option in ("--prompt", "--messages", "--greedy", "--draft", "--kv", "--context", "--stop", "--json", "--no-thinking"):
+    for option in ("--prompt", "--messages", "--greedy", "--draft", "--kv", "--context", "--stop", "--json", "--no-thinking", "--no-verify"):
         assert option in result.stdout

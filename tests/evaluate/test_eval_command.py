@@ -23,9 +23,10 @@ def invoke(monkeypatch, tmp_path, engine, coarse_engine):
     file.write_bytes(TEXT.encode())
     asked = []
 
-    def load(path, config, *, progress):
+    def load(path, config, *, verify, progress):
         assert path == tiny_path()
         asked.append(config)
+        call.verified = verify
         progress("weights", 1, 1)
         return coarse_engine if config.kv == "rk4v4" else engine
 
@@ -45,7 +46,7 @@ def test_ppl(invoke, engine, coarse_engine, ids):
     assert code == 0, stderr
     expected = [text_loss(e, ids[:150], 128, 64) for e in (engine, coarse_engine)]
     assert [r["nats"] for r in figures["results"]] == [e.nats for e in expected]
-    assert [(c.kv, c.context) for c in invoke.asked] == [("f32", 128), ("rk4v4", 128)]
+    assert [(c.kv, c.context) for c in invoke.asked] == [("f32", 128), ("rk4v4", 128)] and invoke.verified
     assert figures["text_sha256"] == hashlib.sha256(TEXT.encode()).hexdigest() and figures["measure"] == "ppl"
     assert figures["options"] == {"window": 128, "stride": 64, "tokens": 150} and figures["device"] == engine.device
     for loss in expected:
@@ -75,7 +76,8 @@ def test_the_others(invoke, tmp_path):
         assert code == 0, (measure, stderr)
         assert len(figures["results"]) == {"drift": 2, "acceptance": 1, "needle": 2}[measure]
         assert measure in stdout and (tmp_path / f"{measure}.png").read_bytes().startswith(b"\x89PNG")
-    assert invoke.asked[1].draft == 2
+    assert invoke.asked[1].draft == 2 and invoke.verified
+    assert invoke("ppl", "--tokens", "40", "--window", "32", "--stride", "16", "--no-verify")[0] == 0 and not invoke.verified
 
 
 @pytest.mark.parametrize(

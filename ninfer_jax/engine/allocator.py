@@ -1,0 +1,97 @@
+"""How much of a GPU JAX takes when it starts: what the engine's plan adds up to, as one block.
+
+JAX's own choice, three quarters, is less than the 27B with its full context needs, and its other choice, to grow by what is
+asked for, leaves room for surprises in service. It reads its limits from the environment when the first computation
+starts the device, so the plan has to be made from shapes alone, before that, and the card asked through the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+
+import jax
+
+from ninfer_jax.programs.plan import nbytes
+from ninfer_jax.programs.setup import Setup
+
+FRACTION, PREALLOCATE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
+# Whoever sets one of these has chosen; the first is an older name of FRACTION, and JAX refuses both at once.
+CHOSEN = ("XLA_PYTHON_CLIENT_MEM_FRACTION", FRACTION, PREALLOCATE, "XLA_PYTHON_CLIENT_ALLOCATOR")
+# Temporaries of the programs that serve (110 MB for the 27B at a prefill chunk of 1,024, compiled), and of loading.
+WORKSPACE = 256 << 20
+# The programs' code lies outside of JAX's block (16.5 MB for the 27B, compiled), and so do the driver's own buffers: allowance.
+OUTSIDE = 64 << 20
+
+
+def share(setup: Setup) -> int:
+    """Bytes that an engine may ask JAX for: weights, pages and states, the logits of one scored chunk, and `WORKSPACE`.
+    From shapes alone: no device is started."""
+    _, (parameters, state), _ = setup.programs().source("decode_round")
+    resident = sum(nbytes(leaf) for leaf in jax.tree.leaves((parameters, state)))
+    return resident + 4 * setup.chunk * setup.model.vocab_size + WORKSPACE
+
+
+def settings(need: int | None, free: int, total: int) -> dict[str, str]:
+    """The environment by which JAX takes `need` bytes of a card at once, or what is free where that is less or `need` is
+    None. A need that is not there is for `check_memory` to refuse, which knows it to the byte.
+
+    JAX takes floor(fraction x total), hence the fraction is rounded up, to millionths; what is free is rounded down.
+    """
+    most = math.floor((free - OUTSIDE) / total * 1e6)
+    wanted = most if need is None else math.ceil(need / total * 1e6)
+    return {FRACTION: f"{max(0, min(wanted, most)) / 1e6:.6f}", PREALLOCATE: "true"}
+
+
+def reserve(plan: Callable[[], Setup] | None, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have JAX take the share of the planned engine, or for None all that is free (for several engines, one after another).
+
+    Comes before JAX's first computation; later it changes nothing, and `check_memory` says so if the engine does not fit.
+    Nothing happens where there is no NVIDIA driver, where JAX is told to leave GPUs alone, or where the environment says
+    already how much to take.
+    """
+    if any(name in environment for name in CHOSEN) or not _gpu_wanted(environment):
+        return
+    card = card_memory()
+    if card is not None:
+        environment.update(settings(None if plan is None else share(plan()), *card))
+
+
+def card_memory() -> tuple[int, int] | None:
+    """(free, total) bytes of the first visible card, from the driver, JAX not started; None where there is none."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    # The primary context is the one that JAX will use too, so that what is free is what is free beside it.
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        return None
+    try:
+        if cuda.cuCtxPushCurrent_v2(context):
+            return None
+        failed = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        return None if failed else (free.value, total.value)
+    finally:
+        cuda.cuDevicePrimaryCtxRelease_v2(device)
+
+
+def limit_hint(need: int, limit: int) -> str:
+    """What to do where JAX's limit, and not the card, is too small for `need` bytes; "" where the card is too small."""
+    card = card_memory()
+    if card is None or need > limit + card[0]:
+        return ""
+    fraction = math.ceil(need / card[1] * 100) / 100
+    return (
+        f"JAX was started with a limit of {limit:,} bytes: load the engine before anything else uses JAX, "
+        f"or set {FRACTION}={fraction:.2f}"
+    )
+
+
+def _gpu_wanted(environment: Mapping[str, str]) -> bool:
+    platforms = jax.config.jax_platforms or environment.get("JAX_PLATFORMS") or "cuda"
+    return not {"cuda", "gpu"}.isdisjoint(platforms.split(","))
