@@ -6,6 +6,7 @@
 #   make test-cards    the Pallas kernels: their numbers, and compiled for five NVIDIA cards, without one
 #   make test-lane312  the newer version lane (Python 3.12, JAX 0.11.2) in .venv312: kernels, programs, what needs no torch
 #   make check-27b     the 27B's decode round compiled for the RTX 4090: launches, copies, bytes (minutes)
+#   make check-shapes  the 27B's widths from checkpoint to logits on the CPU (9 minutes, 20 GB of memory, 15 GB of disk)
 #   make train         train the bundled model again
 #   make heldout       its held-out loss and draft acceptance
 #   make clean         remove both environments
@@ -28,7 +29,7 @@ LANE312_CARDS := $(filter-out tests/cards/test_every_card.py,$(wildcard tests/ca
 
 INPUTS := pyproject.toml constraints/install.sh $(wildcard constraints/*.txt)
 
-.PHONY: demo test test-engine test-cards test-lane312 check-27b train heldout clean
+.PHONY: demo test test-engine test-cards test-lane312 check-27b check-shapes train heldout clean
 
 demo: .venv/.installed
 	.venv/bin/ninfer-jax generate tiny --prompt '$(PROMPT)' --max-new $(MAX_NEW)
@@ -46,6 +47,9 @@ test-cards: .venv-cards/.installed-test-cards
 
 check-27b: .venv-cards/.installed-test-cards
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv-cards/bin/python benchmarks/check_27b.py
+
+check-shapes: .venv/.installed-test
+	.venv/bin/python benchmarks/check_shapes.py
 
 test-lane312: .venv312/.installed-test-cards
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv312/bin/python -m pytest -n 2 --dist loadscope $(LANE312_TESTS) $(LANE312_CARDS) $(LANE312_WITHOUT:%=--ignore=%)
