@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ninfer_jax import Completion, Engine, EngineConfig, SamplingParams
+from ninfer_jax.engine import allocator
 from weights import tiny_path
 
 
@@ -30,6 +31,7 @@ def main(
 ) -> None:
     """Generate with drafts and without, and compare."""
     params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_new, ignore_eos=True)
+    allocator.reserve(None)  # of a GPU all that is free: the second engine is larger than the first
     plain, drafted = (complete(model or tiny_path(), k, context, prompt, params) for k in (0, draft))
 
     table = Table("", "plain", f"draft {draft}")
