@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,6 +116,11 @@ class _Conversion:
     def run(self) -> Artifact:
         if self.path.exists() and (not self.path.is_dir() or not self._ours()):
             raise ArtifactError(f"{self.path} holds something else: choose a directory that is empty or not there")
+        if not artifacts.is_artifact(self.path):  # before the whole source is read for its digests
+            self._check_space()
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK):
+                raise ArtifactError(f"{self.path}: Permission denied: choose a directory that may be written")
         identity = {
             "recipe": self.recipe,
             "parameters": {parameter_key(spec): self._about(spec, {}) for spec in self.plan.parameters},
@@ -126,7 +132,6 @@ class _Conversion:
         identity = json.loads(json.dumps(identity))
         if artifacts.is_artifact(self.path):
             return self._finished(identity)
-        self._check_space()
         (self.path / PARAMETERS).mkdir(parents=True, exist_ok=True)
         done = self._resume(identity)
         for name, content in self._small_files().items():

@@ -60,18 +60,25 @@ def compile_programs(
     dtype: Dtype = "auto", report: Annotated[Path | None, _Option(help="Write the compiled facts as JSON.")] = None,
 ) -> None:  # fmt: skip
     """Compile all programs of a configuration and write them for `generate --programs`."""
+    from ninfer_jax.programs.executables import writing
+
     console = Console(stderr=True, highlight=False)
     shapes = dict(context=context, kv=kv, draft=draft, slots=slots, pool=pool, prefill_chunk=prefill_chunk, dtype=dtype)
     facts = {}
     try:
         names = [name.strip() for name in target.split(",") if name.strip()]
         setups = {name: _setup(model, recipe, name, shapes) for name in names}
+        with writing(out):  # mistakes should not wait for minutes of compiling
+            out.mkdir(parents=True, exist_ok=True)
+        if report and not report.resolve().parent.is_dir():
+            raise ValueError(f"--report {report}: there is no directory {report.resolve().parent}")
         for name, setup in setups.items():
             _compile(console, setup, name, out)
             facts[name] = json.loads((out / name / "manifest.json").read_text())
             console.print(f"{out / name}: {len(facts[name]['programs'])} programs", markup=False, soft_wrap=True)
         if report:
-            report.write_text(json.dumps(facts, indent=1) + "\n")
+            with writing(report):
+                report.write_text(json.dumps(facts, indent=1) + "\n")
     except (ValueError, RuntimeError, OSError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

@@ -34,15 +34,16 @@ def compile_to(
 ) -> dict[str, tuple[Compilation, int]]:
     """Compile programs for `target` ("cpu" or a card) and write them with their manifest to directory/target.
 
-    Returns each program's facts and its executable's size. The manifest is
-    written last: a directory without one is not a set of programs. ValueError for a directory that holds something else.
+    Returns each program's facts and its executable's size. The manifest is written last: a directory without one is not a
+    set of programs. ValueError, one line, for a directory that holds something else, and for a file that cannot be written.
     """
     programs, names = setup.programs(), list(names)
     out = directory / target
-    if out.exists() and any(out.iterdir()) and not (out / MANIFEST).exists() and not _only_programs(out):
-        raise ValueError(f"{out} holds something else than compiled programs: name another directory")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MANIFEST).unlink(missing_ok=True)
+    with writing(out):
+        if out.exists() and any(out.iterdir()) and not (out / MANIFEST).exists() and not _only_programs(out):
+            raise ValueError(f"{out} holds something else than compiled programs: name another directory")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MANIFEST).unlink(missing_ok=True)
     facts: dict[str, tuple[Compilation, int]] = {}
     entries = {}
     for done, name in enumerate(names):
@@ -56,7 +57,8 @@ def compile_to(
         else:
             compiled, compilation = compile_program(name, programs.source(name), target)
         payload, _, _ = serialize_executable.serialize(compiled)
-        (out / f"{name}.bin").write_bytes(payload)
+        with writing(out / f"{name}.bin") as file:
+            file.write_bytes(payload)
         facts[name] = compilation, len(payload)
         entries[name] = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload), "compile_s": round(time.perf_counter() - start, 3)}
         entries[name] |= {k: v for k, v in compilation.json().items() if k not in ("name", "target", "compile_s")}
@@ -65,12 +67,21 @@ def compile_to(
         "format": FORMAT, "target": target, "device": _device_name(target), "jax": jax.__version__, "jaxlib": jax.lib.__version__,
         "python": machine.python_version(), "configuration": setup.digest(programs), "programs": entries,
     }  # fmt: skip
-    temporary = out / (MANIFEST + ".new")
-    temporary.write_text(json.dumps(manifest, indent=1) + "\n")
-    temporary.replace(out / MANIFEST)
+    with writing(out / (MANIFEST + ".new")) as temporary:
+        temporary.write_text(json.dumps(manifest, indent=1) + "\n")
+        temporary.replace(out / MANIFEST)
     if progress:
         progress("done", len(names), len(names))
     return facts
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """What the system has to say against it, with the file: a full disk does not name one."""
+    try:
+        yield path
+    except OSError as error:
+        raise ValueError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
 @contextmanager
