@@ -87,21 +87,25 @@ def go_through(folder: Path, options: argparse.Namespace, steps: list[Step]) -> 
         return done
 
     extra = ["--miniature"] if options.miniature else []
-    step("checkpoint", "benchmarks.shapes.checkpoint", str(source), "--layers", str(options.layers), *extra, note=f"{size / 1e9:.2f} GB in BF16")
+    drawn = ("benchmarks.shapes.checkpoint", str(source), "--layers", str(options.layers), *extra)
+    step("checkpoint", *drawn, note=f"{size / 1e9:.2f} GB in BF16")
     cli = "ninfer_jax.cli.main"
-    converted = step(f"convert {options.recipe}", cli, "convert", str(source), str(artifact), "--recipe", options.recipe, note="{rate:.0f} MB/s of BF16")
+    conversion = (cli, "convert", str(source), str(artifact), "--recipe", options.recipe)
+    converted = step(f"convert {options.recipe}", *conversion, note="{rate:.0f} MB/s of BF16")
     shapes = ["--context", "256", "--prefill-chunk", "64", "--dtype", options.dtype, "--kv", "f32"]
     planned = json.loads(step("plan", cli, "plan", str(artifact), "--target", "cpu", "--draft", "3", *shapes, "--json").out)
     need = planned["total_bytes"] - planned["executables_bytes"]
     steps[-1] = dataclasses.replace(steps[-1], note=f"{need / 1e9:.2f} GB for {options.dtype} on a CPU")
-    spoken = step("generate, no drafts", cli, "generate", str(artifact), "--prompt", PROMPT, "--greedy", "--max-new", str(MAX_NEW), *shapes, "--json")
-    plain = json.loads(spoken.out)["tokens"]
+    request = ("--prompt", PROMPT, "--greedy", "--max-new", str(MAX_NEW), "--json")
+    plain = json.loads(step("generate, no drafts", cli, "generate", str(artifact), *request, *shapes).out)["tokens"]
     named = min(config["vocab_size"], 1024 if options.miniature else 248_077)
     np.save(ids, np.random.default_rng(SEED).integers(0, named, TOKENS))
-    step("engine, 3 drafts", "benchmarks.shapes.engine_side", str(artifact), str(ids), str(engine), options.dtype, str(MAX_NEW), PROMPT)
+    files = (str(artifact), str(ids), str(engine))
+    step("engine, 3 drafts", "benchmarks.shapes.engine_side", *files, options.dtype, str(MAX_NEW), PROMPT)
     with np.load(engine) as timed:
-        steps[-1] = dataclasses.replace(steps[-1], note=", ".join(f"{name[2:]} {timed[name]:.0f} s" for name in timed if name[:2] == "s_"))
-    step("transformers", "benchmarks.shapes.oracle", str(artifact), str(ids), str(engine), str(oracle))
+        parts = ", ".join(f"{name[2:]} {timed[name]:.0f} s" for name in timed if name[:2] == "s_")
+        steps[-1] = dataclasses.replace(steps[-1], note=parts)
+    step("transformers", "benchmarks.shapes.oracle", *files, str(oracle))
     with np.load(engine) as ours, np.load(oracle) as theirs:
         broken = compare(dict(ours), dict(theirs), options.dtype)
         if (drafted := ours["tokens"].tolist()) != plain:
@@ -120,21 +124,24 @@ def compare(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], dtype: s
     worst = int(by_column.argmax())
     same = int((ours["logits"].argmax(1) == expected.argmax(1)).sum())
     _console.print(
-        f"logits {expected.shape[0]} x {expected.shape[1]:,}, root mean square {size:.3f}: engine against transformers {whole:.2e} "
-        f"of it, worst column {by_column[worst]:.2e}, worst single {np.abs(difference).max() / size:.2e}; same most likely token {same}/{len(expected)}",
+        f"logits {expected.shape[0]} x {expected.shape[1]:,}, root mean square {size:.3f}: engine against transformers "
+        f"{whole:.2e} of it, worst column {by_column[worst]:.2e}, worst single {np.abs(difference).max() / size:.2e}; "
+        f"same most likely token {same}/{len(expected)}",
         soft_wrap=True,
     )
     if not whole <= allowed:
         broken.append(f"logits differ by {whole:.2e} of their size, {allowed:.0e} is allowed for {dtype}")
     if not by_column[worst] <= WORST_COLUMN * allowed:
-        broken.append(f"logits of token {worst} differ by {by_column[worst]:.2e}, {WORST_COLUMN * allowed:.0e} is allowed for {dtype}")
+        limit = f"{WORST_COLUMN * allowed:.0e} is allowed for {dtype}"
+        broken.append(f"logits of token {worst} differ by {by_column[worst]:.2e}, {limit}")
     chosen = [("first token", int(ours["first"]), expected[-1])]
     chosen += [(f"draft {i + 1}", int(token), theirs["drafts"][i]) for i, token in enumerate(ours["drafts"])]
     for what, token, row in chosen:
         behind = (row.max() - row[token]) / size
         if not behind <= WORST_COLUMN * allowed:
             broken.append(f"{what} is {token}, which transformers puts {behind:.2e} behind its own choice {int(row.argmax())}")
-    _console.print(f"first token and drafts {[token for _, token, _ in chosen]}, transformers {[int(row.argmax()) for *_, row in chosen]}", soft_wrap=True)
+    own = [int(row.argmax()) for *_, row in chosen]
+    _console.print(f"first token and drafts {[token for _, token, _ in chosen]}, transformers {own}", soft_wrap=True)
     return broken
 
 
@@ -189,7 +196,9 @@ def main(argv: list[str] | None = None) -> int:
 def no_room(folder: Path, config: dict[str, Any]) -> str:
     """What is too small, or nothing: the disk has to hold the checkpoint and an artifact of at most 0.6 of its size."""
     need, free = int(1.6 * checkpoint.nbytes(config)) + (1 << 28), shutil.disk_usage(folder).free
-    return f"{folder}: {need:,} bytes are needed on this disk, {free:,} are free; choose another with --dir" if need > free else ""
+    if need <= free:
+        return ""
+    return f"{folder}: {need:,} bytes are needed on this disk, {free:,} are free; choose another with --dir"
 
 
 def clear(folder: Path, remove: bool) -> None:

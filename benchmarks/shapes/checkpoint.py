@@ -133,9 +133,10 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return rng.uniform(0.5, 1.5, shape).astype(ml_dtypes.bfloat16)
     if len(shape) == 1:  # norms, zero-centred, and dt_bias
         return rng.normal(0, 1 if name.endswith("dt_bias") else 0.3, shape).astype(ml_dtypes.bfloat16)
-    # What is added to the residual stream is smaller, so that no layer drowns the others.
-    size = 0.5 if "conv1d" in name else shape[-1] ** -0.5 * (0.5 if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) else 1)
-    size = 1.0 if "embed_tokens" in name else size
+    if "embed_tokens" in name or "conv1d" in name:
+        size = 1.0 if "embed_tokens" in name else 0.5
+    else:  # what is added to the residual stream is smaller, so that no layer drowns the others
+        size = shape[-1] ** -0.5 * (0.5 if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) else 1)
     drawn = np.empty(math.prod(shape), ml_dtypes.bfloat16)
     for at in range(0, drawn.size, _BLOCK):
         block = rng.standard_normal(min(_BLOCK, drawn.size - at), np.float32)

@@ -39,7 +39,7 @@ def bench(
     ] = None,
     prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
-    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: do not compare its arrays with their digests.")] = False,
+    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")] = False,
     json_file: Annotated[Path | None, _Option("--json", help="Keep the results here, written after every cell.")] = None,
     resume: Annotated[
         bool, _Option("--resume", help="Take from the --json file what it has with these settings and versions.")
@@ -124,8 +124,9 @@ def _run(
         def load(config: EngineConfig) -> Engine:
             words = f"context {config.context}, kv {config.kv}, K {config.draft}, slots {config.slots}"
             return Engine.load(
-                path, config, verify=verify, progress=lambda stage, done, total: bar.tell(f"engine ({words}): {stage}", done, total)
-            )
+                path, config, verify=verify,
+                progress=lambda stage, done, total: bar.tell(f"engine ({words}): {stage}", done, total),
+            )  # fmt: skip
 
         rows = Bench(settings, device.versions(), text, load, results, bar.tell, bar.row).run(groups)
     out = Console(highlight=False, emoji=False)

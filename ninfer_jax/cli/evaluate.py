@@ -63,7 +63,7 @@ def evaluate(
     max_new: Annotated[int | None, _Option(min=1, help="acceptance: tokens of each.")] = None,
     prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
-    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: do not compare its arrays with their digests.")] = False,
+    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")] = False,
     as_json: Annotated[Path | None, _Option("--json", help="Write all figures to this file.")] = None,
     plot: Annotated[Path | None, _Option(help="Write a picture into this directory.")] = None,
 ) -> None:

@@ -39,7 +39,7 @@ def generate(
     pool: Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")] = None,
     prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
     programs: Annotated[Path | None, _Option(help="Executables from `ninfer-jax compile`; only from a directory you trust.")] = None,
-    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: do not compare its arrays with their digests.")] = False,
+    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")] = False,
     seed: Annotated[int | None, _Option(help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, _Option(help="A string that ends the answer; may be given several times.")] = None,
     as_json: Annotated[bool, _Option("--json", help="Print one JSON object instead of streaming.")] = False,

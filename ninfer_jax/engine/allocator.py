@@ -68,7 +68,9 @@ def card_memory() -> tuple[int, int] | None:
     device, context = ctypes.c_int(), ctypes.c_void_p()
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     # The primary context is the one that JAX will use too, so that what is free is what is free beside it.
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
         return None
     try:
         if cuda.cuCtxPushCurrent_v2(context):

@@ -10,6 +10,8 @@ from ninfer_jax.engine.allocator import limit_hint
 from ninfer_jax.programs import Programs
 from ninfer_jax.programs.plan import SERVING, nbytes
 
+SMALLER = "take a smaller context or pool, a smaller KV format or fewer slots (`ninfer-jax plan` shows what would fit)"
+
 
 def needed_bytes(programs: Programs) -> int:
     """Weights, state, and the largest workspace of a program, in bytes."""
@@ -40,6 +42,6 @@ def check_memory(programs: Programs) -> None:
         stats = device.memory_stats() if device.platform != "cpu" else None
         hint = limit_hint(need, stats["bytes_limit"]) if stats else ""
         raise ValueError(
-            f"memory: {need:,} bytes are needed for weights, pages, states and workspace, {free:,} are free on {device.device_kind}; "
-            + (hint or "take a smaller context or pool, a smaller KV format or fewer slots (`ninfer-jax plan` shows what would fit)")
+            f"memory: {need:,} bytes are needed for weights, pages, states and workspace, {free:,} are free on "
+            f"{device.device_kind}; {hint or SMALLER}"
         )

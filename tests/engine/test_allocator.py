@@ -86,7 +86,8 @@ def test_a_driver_that_does_not_answer_is_no_card(monkeypatch, fails):
     driver = Driver(fails)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     assert card_memory() is None
-    for begun, ended in (("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2"), ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")):
+    pairs = ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2"), ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
+    for begun, ended in pairs:
         assert (ended in driver.called) == (begun in driver.called and begun != fails)
 
 
@@ -100,7 +101,10 @@ def test_no_driver_is_no_card(monkeypatch):
 
 @pytest.mark.parametrize(
     "environment",
-    [{"JAX_PLATFORMS": "cpu"}, {FRACTION: "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".9"}, {PREALLOCATE: "false"}, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}],
+    [
+        {"JAX_PLATFORMS": "cpu"}, {FRACTION: "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".9"}, {PREALLOCATE: "false"},
+        {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+    ],
 )  # fmt: skip
 def test_who_has_chosen_is_left_alone(monkeypatch, environment):
     monkeypatch.setattr(allocator, "card_memory", lambda: (23_000_000_000, CARD))
