@@ -49,9 +49,9 @@ def verify_source(programs: Programs, kv: str) -> Source:
         model = programs.build(parameters)
         slots = state.slots
         rows = jnp.concatenate([slots.token[:, None], slots.drafts], axis=1)
-        done = verify_rows_together(model, state, rows, kv)
-        _, ids = model.candidates(done.hidden.reshape(-1, done.hidden.shape[-1]), 1, NAMED)
-        return state._replace(kv=done.kv), ids, done.hidden, done.replays
+        hidden, state = verify_rows_together(model, state, rows, kv)
+        _, ids = model.candidates(hidden.reshape(-1, hidden.shape[-1]), 1, NAMED)
+        return state, ids, hidden
 
     return verify, arguments, (1,)
 
@@ -128,7 +128,7 @@ def main() -> int:
     config = preset(MODEL)
     config = dataclasses.replace(config, layer_types=config.layer_types[: options.layers])
     engine = EngineConfig(context=CONTEXT, slots=options.slots, draft=options.draft, kv=KV, prefill_chunk=1024, pool=POOL)
-    shape = state_shape(config, engine, KV, jnp.bfloat16)
+    shape = state_shape(config, engine, KV, jnp.bfloat16, rows_together=True)
     model = TextModel(config, jnp.bfloat16, mtp=options.draft > 0, recipe=recipe(RECIPE))
     programs = Programs(model, shape, engine.prefill_chunk, NAMED, "cuda")
     failures, written = [], []

@@ -128,7 +128,7 @@ def _page_numbers(leaf: jax.Array, key: jax.Array) -> jax.Array:
 
 def place(state: State, lengths: tuple[int, ...], token: int, seed: int) -> State:
     """Every admitted slot as if it had consumed so many tokens and emitted `token` last: random recurrent and convolution
-    states (rewritten in place), which only the seed decides; the pages stay as they are. Slots of length 0 take no part."""
+    states (rewritten in place), which only the seed decides, and no row that waits; the pages stay as they are. Slots of length 0 take no part."""
     key, slots = _key(seed), state.slots
     # An array at a time: few shapes to compile for, whatever the number of layers.
     recurrent, conv = (
@@ -140,7 +140,11 @@ def place(state: State, lengths: tuple[int, ...], token: int, seed: int) -> Stat
         length=jnp.asarray(length), active=jnp.asarray(length > 0), token=jnp.full(slots.token.shape, token, jnp.int32),
         drafts=jnp.zeros(slots.drafts.shape, jnp.int32),
     )  # fmt: skip
-    return state._replace(recurrent=recurrent, conv=conv, slots=slots)
+    pending = state.pending
+    if pending is not None:
+        nothing = jnp.zeros_like(pending.count)
+        pending = pending._replace(count=nothing, start=jnp.zeros_like(nothing))
+    return state._replace(recurrent=recurrent, conv=conv, slots=slots, pending=pending)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

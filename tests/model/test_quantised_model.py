@@ -54,8 +54,8 @@ def models():
     for model, how in ((quantised, "arrays"), (plain, "tensors")):
         _, described = split_model(model)
         filled = fill_arrays(described, arrays) if how == "arrays" else fill(described, {n: jnp.asarray(t) for n, t in tensors.items()})
-        shape = state_shape(CONFIG, engine, "bf16", model.dtype)
-        done.append((Programs(model, shape, CHUNK, 290, "cpu", rows_together=True), jax.tree.leaves(filled), shape))
+        shape = state_shape(CONFIG, engine, "bf16", model.dtype, rows_together=True)
+        done.append((Programs(model, shape, CHUNK, 290, "cpu"), jax.tree.leaves(filled), shape))
     return done
 
 
@@ -93,6 +93,7 @@ def run(programs, parameters, shape, ids):
     for _ in range(2):
         state, out = programs.decode_round(parameters, state)
         emitted += np.asarray(out.tokens)[0, : int(out.emitted[0])].tolist()
+    state = programs.settle(state)
     return hidden, np.asarray(logits)[: len(ids), :290], emitted, np.asarray(state.recurrent[0][0])
 
 
