@@ -20,7 +20,7 @@ RUN = CliRunner()
 
 
 def compilation(name: str, temporary: int) -> Compilation:
-    return Compilation(name, "rtx4090", 0.0, 0.0, __import__("collections").Counter(), 0, 0, 0, 0, 0, 0, 0, temporary)
+    return Compilation(name, "rtx4090", 0.0, 0.0, __import__("collections").Counter(), 0, 0, 0, 0, 0, 0, 0, 0, temporary)
 
 
 def plan_27b(**shapes: object):
