@@ -128,7 +128,8 @@ def _page_numbers(leaf: jax.Array, key: jax.Array) -> jax.Array:
 
 def place(state: State, lengths: tuple[int, ...], token: int, seed: int) -> State:
     """Every admitted slot as if it had consumed so many tokens and emitted `token` last: random recurrent and convolution
-    states (rewritten in place), which only the seed decides, and no row that waits; the pages stay as they are. Slots of length 0 take no part."""
+    states (rewritten in place), which only the seed decides, and no row that waits; the pages stay as they are. Slots of
+    length 0 take no part."""
     key, slots = _key(seed), state.slots
     # An array at a time: few shapes to compile for, whatever the number of layers.
     recurrent, conv = (

@@ -306,8 +306,8 @@ def measure(
     stage.note(
         "`all accepted`: the drafts are those tokens that the model was seen to emit from the same start, written over the MTP "
         "head's proposals before each round; it still proposes, at its cost. Real acceptance depends on real weights. "
-        "`of_copy_speed`: bytes of weights (without embedding and MTP head), filled pages and recurrent states (read and written), "
-        "over the round's time, over the copy speed measured in the same run."
+        "`of_copy_speed`: bytes of weights (without embedding and MTP head), filled pages and recurrent states (read and "
+        "written), over the round's time, over the copy speed measured in the same run."
     )
     before = peak()
     with_mtp = next(iter(setups.values()))
