@@ -121,7 +121,7 @@ def expand(spec: ParameterSpec, arrays: dict[str, np.ndarray]) -> Mapping[str, n
         (values,) = own.values()
         values = values.astype(np.float32)
     elif stored.kind == "matrix":
-        weight = QuantisedWeight(own["words"], own["scales"], stored.bits, stored.group, (spec.tensors[0].shape[1], rows))
+        weight = QuantisedWeight(**own, bits=stored.bits, group=stored.group, shape=(spec.tensors[0].shape[1], rows))
         values = np.asarray(dequantise(jax.tree.map(jnp.asarray, weight))).T
     else:
         table = embedding.QuantisedRows(jnp.asarray(own["codes"]), jnp.asarray(own["scales"]), stored.bits, stored.group)
