@@ -44,10 +44,10 @@ _console = Console(width=None if sys.stdout.isatty() else 120)
 
 # Of the MTP layer, whose weights are w8; beside it the cases that the lab has.
 MTP = (
-    Case("mtp.qkv_gate", HIDDEN, 14336, bits=8, group=32, norm=True), Case("mtp.out", 6144, HIDDEN, bits=8, group=32, residual=True),
-    Case("mtp.gate_up", HIDDEN, 2 * INTERMEDIATE, bits=8, group=32, norm=True, swiglu=True),
-    Case("mtp.down", INTERMEDIATE, HIDDEN, bits=8, group=32, residual=True),
-    Case("delta.gates", HIDDEN, 96, bits=8, group=32, norm=True),
+    Case("mtp.qkv_gate", HIDDEN, 14336, bits=8, group=128, norm=True),
+    Case("mtp.out", 6144, HIDDEN, bits=8, group=128, residual=True),
+    Case("mtp.gate_up", HIDDEN, 2 * INTERMEDIATE, bits=8, group=128, norm=True, swiglu=True),
+    Case("mtp.down", INTERMEDIATE, HIDDEN, bits=8, group=128, residual=True),
 )  # fmt: skip
 
 
@@ -82,9 +82,9 @@ class Model:
 
     def __init__(self, target: str, kv: str, draft_head: int):
         self.card, self.kv = targets.get(target), kv
-        self.draft_head = HeadCase("draft", HIDDEN, draft_head, bits=8, group=32, valid=draft_head) if draft_head else None
+        self.draft_head = HeadCase("draft", HIDDEN, draft_head, bits=8, group=128, valid=draft_head) if draft_head else None
         wanted = [
-            "quantised_matmul/attention.qkv_gate", "quantised_matmul/attention.out", "quantised_matmul/delta.qkvz",
+            "quantised_matmul/attention.qkv_gate", "quantised_matmul/attention.out", "quantised_matmul_pair/delta.inputs",
             "quantised_matmul/delta.out", "quantised_matmul/mlp.gate_up", "quantised_matmul/mlp.down", "quantised_matmul/mtp.fc",
             "quantised_matmul/mlp.gate_up.prefill_int8", "quantised_matmul/mlp.down.prefill_int8", "head/argmax",
             f"kv_append/decode.{kv}", f"decode_attention/{kv}", f"decode_attention/{kv}.1row", "delta_decode/1x1", "delta_decode/1x4",
@@ -124,7 +124,7 @@ class Model:
 
         append, walk = layers(ATTENTION_LAYERS, f"kv_append/decode.{self.kv}"), self.attention_row(rows_).launches
         return {
-            "GDN projections": layers(GDN_LAYERS, m + "delta.qkvz", m + "delta.gates", m + "delta.out"),
+            "GDN projections": layers(GDN_LAYERS, "quantised_matmul_pair/delta.inputs", m + "delta.out"),
             "GDN core": layers(GDN_LAYERS, "delta_decode/1x1" if rows_ == 1 else "delta_decode/1x4"),
             "attention projections": layers(ATTENTION_LAYERS, m + "attention.qkv_gate", m + "attention.out"),
             "attention": (append[0] + ATTENTION_LAYERS * walk, append[1] + ATTENTION_LAYERS * self.attention_us(depth, rows_)),
