@@ -77,10 +77,14 @@ def plain_round_steps(target: str, kv: str) -> int:
     return compile_program("decode_round", setup.programs().source("decode_round"), target)[1].shortest
 
 
+def _by_rows(case: Case, counts: set[int]) -> list[Case]:
+    return [dataclasses.replace(case, name=f"{case.name}@{rows}", rows=rows) for rows in sorted(counts)]
+
+
 class Model:
     """Compiled rows by `op/case`, and sums over a round."""
 
-    def __init__(self, target: str, kv: str, draft_head: int):
+    def __init__(self, target: str, kv: str, draft: int, draft_head: int):
         self.card, self.kv = targets.get(target), kv
         self.draft_head = HeadCase("draft", HIDDEN, draft_head, bits=8, group=128, valid=draft_head) if draft_head else None
         wanted = [
@@ -93,6 +97,8 @@ class Model:
         known = {f"{c.op}/{c.name}": c for c in registry.cases()}
         cases = [known[name] for name in wanted if name in known]
         cases += [*MTP, *([self.draft_head] if self.draft_head else [])]
+        # The lab's decode cases have 16 rows, four slots with three drafts; a kernel reads and writes the rows that there are.
+        cases = [one for c in cases for one in (_by_rows(c, {1, draft + 1}) if isinstance(c, Case) and c.rows <= 16 else [c])]
         self.rows = {f"{c.op}/{c.name}": rows.measure(c, target) for c in track(cases, "compiling", console=Console(stderr=True))}
         self.small_operations = 0
         self.small_operations = plain_round_steps(target, kv) - sum(launches for launches, _ in self._parts(DEPTHS[0], 1).values())
@@ -120,7 +126,8 @@ class Model:
         m = "quantised_matmul/"
 
         def layers(count: int, *names: str) -> tuple[int, float]:
-            return count * sum(self.rows[n].launches for n in names), count * sum(self.us(n) for n in names)
+            own = [n if n in self.rows else f"{n}@{rows_}" for n in names]
+            return count * sum(self.rows[n].launches for n in own), count * sum(self.us(n) for n in own)
 
         append, walk = layers(ATTENTION_LAYERS, f"kv_append/decode.{self.kv}"), self.attention_row(rows_).launches
         return {
@@ -136,8 +143,8 @@ class Model:
     def draft_us(self, depth: int) -> float:
         """The MTP layer once, and a head."""
         m = "quantised_matmul/"
-        layer = sum(self.us(m + name) for name in ("mtp.fc", "mtp.qkv_gate", "mtp.out", "mtp.gate_up", "mtp.down"))
-        head = self.us("head/draft") if self.draft_head else self.us("head/argmax")
+        layer = sum(self.us(f"{m}{name}@1") for name in ("mtp.fc", "mtp.qkv_gate", "mtp.out", "mtp.gate_up", "mtp.down"))
+        head = self.us("head/draft@1") if self.draft_head else self.us("head/argmax@1")
         return layer + head + self.us(f"kv_append/decode.{self.kv}") + self.attention_us(depth, 1) + 8 * LAUNCH_US
 
     def round_us(self, depth: int, draft: int) -> float:
@@ -179,7 +186,7 @@ def main() -> int:
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    model = Model(options.target, options.kv, options.draft_head)
+    model = Model(options.target, options.kv, options.draft, options.draft_head)
     table = Table(title=f"Modelled for {options.target}, {options.kv}: decode, one slot", title_justify="left")
     for column in ("depth", "plain ms", "plain tok/s", f"K={options.draft} ms", f"tok/s at {options.accepted} a round"):
         table.add_column(column, justify="right")
