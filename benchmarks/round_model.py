@@ -85,7 +85,7 @@ class Model:
     """Compiled rows by `op/case`, and sums over a round."""
 
     def __init__(self, target: str, kv: str, draft: int, draft_head: int):
-        self.card, self.kv = targets.get(target), kv
+        self.card, self.kv, self.draft = targets.get(target), kv, draft
         self.draft_head = HeadCase("draft", HIDDEN, draft_head, bits=8, group=128, valid=draft_head) if draft_head else None
         wanted = [
             "quantised_matmul/attention.qkv_gate", "quantised_matmul/attention.out", "quantised_matmul_pair/delta.inputs",
@@ -143,7 +143,9 @@ class Model:
     def draft_us(self, depth: int) -> float:
         """The MTP layer once, and a head."""
         m = "quantised_matmul/"
-        layer = sum(self.us(f"{m}{name}@1") for name in ("mtp.fc", "mtp.qkv_gate", "mtp.out", "mtp.gate_up", "mtp.down"))
+        # At the rows of the first time, which realigns; the others have one.
+        rows_ = self.draft + 1
+        layer = sum(self.us(f"{m}{name}@{rows_}") for name in ("mtp.fc", "mtp.qkv_gate", "mtp.out", "mtp.gate_up", "mtp.down"))
         head = self.us("head/draft@1") if self.draft_head else self.us("head/argmax@1")
         return layer + head + self.us(f"kv_append/decode.{self.kv}") + self.attention_us(depth, 1) + 8 * LAUNCH_US
 
