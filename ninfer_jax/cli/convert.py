@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory (safetensors, plain or quantised), or a .gguf file.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The artifact's directory: empty, not there, or interrupted.")],
-    recipe: Annotated[str, typer.Option(help="Formats of the weights: q4 or w8.")] = "q4",
+    recipe: Annotated[str, typer.Option(help="Formats of the weights: q4, q4-quality or w8.")] = "q4",
     draft_head: Annotated[int, typer.Option(help="Rows of a reduced head for drafts, picked by --draft-text; 0: none.")] = 0,
     draft_text: Annotated[Path | None, typer.Option(help="A text like those to be written, UTF-8: its tokens are kept first.")] = None,
 ) -> None:
