@@ -38,9 +38,10 @@ _console = Console(width=None if sys.stdout.isatty() else 120)
 
 # Of the MTP layer, whose weights are w8; beside it the cases that the lab has.
 MTP = (
-    Case("mtp.qkv_gate", HIDDEN, 14336, bits=8, group=32, norm=True), Case("mtp.out", 6144, HIDDEN, bits=8, group=32, residual=True),
-    Case("mtp.gate_up", HIDDEN, 2 * INTERMEDIATE, bits=8, group=32, norm=True, swiglu=True),
-    Case("mtp.down", INTERMEDIATE, HIDDEN, bits=8, group=32, residual=True),
+    Case("mtp.qkv_gate", HIDDEN, 14336, bits=8, group=128, norm=True),
+    Case("mtp.out", 6144, HIDDEN, bits=8, group=128, residual=True),
+    Case("mtp.gate_up", HIDDEN, 2 * INTERMEDIATE, bits=8, group=128, norm=True, swiglu=True),
+    Case("mtp.down", INTERMEDIATE, HIDDEN, bits=8, group=128, residual=True),
     Case("delta.gates", HIDDEN, 96, bits=8, group=32, norm=True),
 )  # fmt: skip
 
@@ -69,7 +70,7 @@ class Model:
 
     def __init__(self, target: str, kv: str, draft_head: int):
         self.card, self.kv = targets.get(target), kv
-        self.draft_head = HeadCase("draft", HIDDEN, draft_head, bits=8, group=32, valid=draft_head) if draft_head else None
+        self.draft_head = HeadCase("draft", HIDDEN, draft_head, bits=8, group=128, valid=draft_head) if draft_head else None
         wanted = [
             "quantised_matmul/attention.qkv_gate", "quantised_matmul/attention.out", "quantised_matmul/delta.qkvz",
             "quantised_matmul/delta.out", "quantised_matmul/mlp.gate_up", "quantised_matmul/mlp.down", "quantised_matmul/mtp.fc",

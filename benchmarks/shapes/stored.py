@@ -3,7 +3,8 @@ names that transformers has for them.
 
 A stored matrix `W[K, N]` is cut along K into groups of G inputs that share a scale. An int16 word is four nibbles: one of
 each of the four next groups (4 bits), or low and high nibble of each of the two next (8 bits). Word p of a column's 32 is of
-the input `16 h + 8 b3 + 2 lane + b0` where p = 8 lane + 4 h + 2 b3 + b0, and the words of eight columns lie together.
+the input `16 h + 8 b3 + 2 lane + b0` where p = 8 lane + 4 h + 2 b3 + b0, and the words of eight columns lie together. The
+scales of these four (two) groups are the bytes of a word a column, each 128 more than the scale, in units of the column.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ class Stored:
     def columns(self, name: str, n: int) -> Iterator[np.ndarray]:
         """The `n` columns of a matrix without its padding as float32 rows `[columns, K]`, some at a time."""
         about = self._about[name]
-        words, scales = self._array(name, "words"), self._array(name, "scales")
+        words, scales, unit = (self._array(name, field) for field in ("words", "scales", "unit"))
         for start in range(0, n, _COLUMNS):
             stop = min(start + _COLUMNS, -(-n // 8) * 8)
-            values = matrix_values(words[:, start * 32 : stop * 32], scales[:, start:stop], about["bits"], about["group_size"])
-            yield values[: n - start]
+            cut = words[:, start * 32 : stop * 32], scales[:, start:stop], unit[start:stop]
+            yield matrix_values(*cut, about["bits"], about["group_size"])[: n - start]
 
     def _tensors(self, name: str, short: str, wanted: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         if self._about[name]["kind"] == "plain":
@@ -86,8 +87,9 @@ class Stored:
         return np.memmap(content, dtype, "r", shape=tuple(array["shape"]))
 
 
-def matrix_values(words: np.ndarray, scales: np.ndarray, bits: int, group: int) -> np.ndarray:
-    """int16 `[K / (16 / bits) / 32, N * 32]` and bf16 scales `[K / group, N]` -> float32 `[N, padded K]`."""
+def matrix_values(words: np.ndarray, scales: np.ndarray, unit: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """int16 `[K / (16 / bits) / 32, N * 32]`, scales int32 or int16 `[K / group / (16 / bits), N]` and their unit float32 `[N]`
+    -> float32 `[N, padded K]`."""
     p = np.arange(32)
     lane, half, b3, b0 = p >> 3, p >> 2 & 1, p >> 1 & 1, p & 1
     place = np.argsort(16 * half + 8 * b3 + 2 * lane + b0)  # of the input's word among a column's 32
@@ -100,7 +102,8 @@ def matrix_values(words: np.ndarray, scales: np.ndarray, bits: int, group: int) 
     for plane in range(planes):
         values[:, :, plane] = meaning[ordered >> (bits * plane) & ((1 << bits) - 1)]
     values = values.reshape(n, -1, group)
-    values *= np.asarray(scales, np.float32).T[:, :, None]
+    steps = np.ascontiguousarray(scales.T).view(np.uint8).reshape(n, -1).astype(np.float32) - 128
+    values *= (steps * unit[:, None])[:, :, None]
     return values.reshape(n, -1)
 
 

@@ -117,7 +117,7 @@ class QuantisedLinear(nnx.Module):
 
     @property
     def quantised(self) -> QuantisedWeight:
-        return QuantisedWeight(self.words[...], self.scales[...], self.format.bits, self.format.group, self.shape)
+        return QuantisedWeight(self.words[...], self.scales[...], self.unit[...], self.format.bits, self.format.group, self.shape)
 
     def __call__(
         self, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None, swiglu: bool = False,

@@ -109,7 +109,7 @@ class Case:
 
     @property
     def ideal_bytes(self) -> int:
-        """Codes, scales, inputs and outputs, each once."""
+        """Codes, scales, units, inputs and outputs, each once."""
         small = self.rows * self.k + self.k * self.norm + self.rows * self.out_columns * (1 + self.residual)
         return self.weight_bytes + 2 * small
 
@@ -174,8 +174,8 @@ DECODE = (
     Case("delta.out", 6144, HIDDEN, residual=True),
     Case("mlp.gate_up", HIDDEN, 2 * INTERMEDIATE, norm=True, swiglu=True),
     Case("mlp.down", INTERMEDIATE, HIDDEN, residual=True),
-    Case("mtp.fc", 2 * HIDDEN, HIDDEN, bits=8, group=32),
-    Case("head.logits", HIDDEN, VOCABULARY, bits=8, group=32, norm=True),
+    Case("mtp.fc", 2 * HIDDEN, HIDDEN, bits=8, group=128),
+    Case("head.logits", HIDDEN, VOCABULARY, bits=8, group=128, norm=True),
     Case("mlp.gate_up.g32", HIDDEN, 2 * INTERMEDIATE, group=32, norm=True, swiglu=True),
     Case("mlp.down.g128", INTERMEDIATE, HIDDEN, group=128, residual=True),
 )
@@ -184,12 +184,12 @@ PREFILL = (
     Case("mlp.down.prefill", INTERMEDIATE, HIDDEN, rows=1024, residual=True),
     Case("mlp.gate_up.prefill_int8", HIDDEN, 2 * INTERMEDIATE, rows=1024, swiglu=True, activations="int8"),
     Case("mlp.down.prefill_int8", INTERMEDIATE, HIDDEN, rows=1024, residual=True, activations="int8"),
-    Case("mtp.fc.prefill", 2 * HIDDEN, HIDDEN, rows=1024, bits=8, group=32),
-    Case("mtp.fc.prefill_int8", 2 * HIDDEN, HIDDEN, rows=1024, bits=8, group=32, activations="int8"),
+    Case("mtp.fc.prefill", 2 * HIDDEN, HIDDEN, rows=1024, bits=8, group=128),
+    Case("mtp.fc.prefill_int8", 2 * HIDDEN, HIDDEN, rows=1024, bits=8, group=128, activations="int8"),
 )
 HEAD = (
-    HeadCase("argmax", HIDDEN, VOCABULARY, bits=8, group=32, norm=True),
-    HeadCase("top_k", HIDDEN, VOCABULARY, bits=8, group=32, norm=True, keep=head.KEEP),
+    HeadCase("argmax", HIDDEN, VOCABULARY, bits=8, group=128, norm=True),
+    HeadCase("top_k", HIDDEN, VOCABULARY, bits=8, group=128, norm=True, keep=head.KEEP),
 )
 CASES = DECODE + PREFILL + HEAD
 # Twins a CPU interprets in a moment; none of their sizes is a multiple of a block.

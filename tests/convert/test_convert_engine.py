@@ -44,8 +44,8 @@ def meaning(artifact):
             table = QuantisedRows(arrays[f"{key}.codes"], arrays[f"{key}.scales"], s.bits, s.group)
             values = np.asarray(lookup(table, jnp.arange(rows), jnp.float32))
         else:
-            shape = (spec.tensors[0].shape[1], rows)
-            values = np.asarray(dequantise(QuantisedWeight(arrays[f"{key}.words"], arrays[f"{key}.scales"], s.bits, s.group, shape))).T
+            own, shape = (arrays[f"{key}.{field}"] for field in s.fields), (spec.tensors[0].shape[1], rows)
+            values = np.asarray(dequantise(QuantisedWeight(*own, s.bits, s.group, shape))).T
         for tensor in spec.tensors:
             found[tensor.name], values = values[: tensor.shape[0]], values[tensor.shape[0] :]
     return found

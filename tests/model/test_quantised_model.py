@@ -74,7 +74,7 @@ def meaning(parameter, stored):
     if s.kind == "rows":
         table = QuantisedRows(jnp.asarray(stored["codes"]), jnp.asarray(stored["scales"]), s.bits, s.group)
         return np.asarray(lookup(table, jnp.arange(rows), jnp.float32))
-    weight = QuantisedWeight(jnp.asarray(stored["words"]), jnp.asarray(stored["scales"]), s.bits, s.group, (columns, rows))
+    weight = QuantisedWeight(*(jnp.asarray(stored[field]) for field in s.fields), s.bits, s.group, (columns, rows))
     return np.asarray(dequantise(weight)).T
 
 
@@ -129,7 +129,8 @@ def test_drafts_from_a_reduced_head_are_ids_of_the_whole_one(models):
         columns = jnp.asarray(dequantise(whole.lm_head.quantised))[:, jnp.asarray(ids)]
         head = quantise(columns, bits=FINE.bits, group=FINE.group)
         arrays = dict(zip([".".join(map(str, path)) for path, _ in nnx.to_flat_state(split_model(whole)[1])], parameters, strict=True))
-        arrays |= {"mtp.draft_head.words": head.words, "mtp.draft_head.scales": head.scales, "mtp.draft_ids": jnp.asarray(ids, jnp.int32)}
+        arrays |= {f"mtp.draft_head.{field}": getattr(head, field) for field in ("words", "scales", "unit")}
+        arrays["mtp.draft_ids"] = jnp.asarray(ids, jnp.int32)
         reduced = nnx.merge(graph, fill_arrays(described, arrays))
         assert reduced.has_draft_head and not whole.has_draft_head
         np.testing.assert_array_equal(reduced.reduced_choice(hidden), ids[logits[:, ids].argmax(1)])
