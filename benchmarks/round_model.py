@@ -42,7 +42,6 @@ MTP = (
     Case("mtp.out", 6144, HIDDEN, bits=8, group=128, residual=True),
     Case("mtp.gate_up", HIDDEN, 2 * INTERMEDIATE, bits=8, group=128, norm=True, swiglu=True),
     Case("mtp.down", INTERMEDIATE, HIDDEN, bits=8, group=128, residual=True),
-    Case("delta.gates", HIDDEN, 96, bits=8, group=32, norm=True),
 )  # fmt: skip
 
 
@@ -72,7 +71,7 @@ class Model:
         self.card, self.kv = targets.get(target), kv
         self.draft_head = HeadCase("draft", HIDDEN, draft_head, bits=8, group=128, valid=draft_head) if draft_head else None
         wanted = [
-            "quantised_matmul/attention.qkv_gate", "quantised_matmul/attention.out", "quantised_matmul/delta.qkvz",
+            "quantised_matmul/attention.qkv_gate", "quantised_matmul/attention.out", "quantised_matmul_pair/delta.inputs",
             "quantised_matmul/delta.out", "quantised_matmul/mlp.gate_up", "quantised_matmul/mlp.down", "quantised_matmul/mtp.fc",
             "quantised_matmul/mlp.gate_up.prefill_int8", "quantised_matmul/mlp.down.prefill_int8", "head/argmax",
             f"kv_append/decode.{kv}", f"decode_attention/{kv}", f"decode_attention/{kv}.1row", "delta_decode/1x1", "delta_decode/1x4",
@@ -98,7 +97,7 @@ class Model:
     def verify_us(self, depth: int, rows_: int) -> dict[str, float]:
         m = "quantised_matmul/"
         return {
-            "GDN projections": GDN_LAYERS * (self.us(m + "delta.qkvz") + self.us(m + "delta.gates") + self.us(m + "delta.out")),
+            "GDN projections": GDN_LAYERS * (self.us("quantised_matmul_pair/delta.inputs") + self.us(m + "delta.out")),
             "GDN core": GDN_LAYERS * self.us("delta_decode/1x1" if rows_ == 1 else "delta_decode/1x4"),
             "attention projections": ATTENTION_LAYERS * (self.us(m + "attention.qkv_gate") + self.us(m + "attention.out")),
             "attention": ATTENTION_LAYERS * (self.us(f"kv_append/decode.{self.kv}") + self.attention_us(depth, rows_)),

@@ -51,13 +51,13 @@ class Recipe:
 # 8 bits in groups of 128 are still 20 dB and more closer to the weights than 4 bits in groups of 64 (docs/artifact.md).
 _W4, _W8, _ROWS8 = WeightFormat(4, 64), WeightFormat(8, 128), WeightFormat(8, 32)
 # Decay and write strength steer a state over the whole context, and the head decides near ties: both keep their inputs.
-_GATES, _HEAD = WeightFormat(8, 32, "bf16"), WeightFormat(8, 128, "bf16")
+_FINE = WeightFormat(8, 128, "bf16")
 RECIPES = {
     "q4": Recipe(
-        "q4", {"attention": _W4, "gdn": _W4, "mlp": _W4, "embed": _W4, "gdn_gate": _GATES, "head": _HEAD, "mtp": _W8}
+        "q4", {"attention": _W4, "gdn": _W4, "mlp": _W4, "embed": _W4, "gdn_gate": _FINE, "head": _FINE, "mtp": _W8}
     ),
     "w8": Recipe(
-        "w8", {"attention": _W8, "gdn": _W8, "mlp": _W8, "embed": _ROWS8, "gdn_gate": _GATES, "head": _HEAD, "mtp": _W8}
+        "w8", {"attention": _W8, "gdn": _W8, "mlp": _W8, "embed": _ROWS8, "gdn_gate": _FINE, "head": _FINE, "mtp": _W8}
     ),
 }
 

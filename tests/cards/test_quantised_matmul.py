@@ -63,7 +63,7 @@ def draw(case, seed=0):
     return jnp.asarray(x, BF16), weight, norm, residual
 
 
-@pytest.mark.parametrize("case", [c for c in cases.SMALL if c.op != "head"], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in cases.SMALL if c.op == "quantised_matmul"], ids=lambda c: c.name)
 def test_kernel_against_float64(case):
     arguments = draw(case)
     got = case.call(*arguments, interpret=True)
@@ -193,6 +193,41 @@ def test_projections_of_one_input_side_by_side():
         matmul.concatenate([second, first])
 
 
+PAIR = cases.PairCase("", 700, 200, norm=True, narrow=40)
+
+
+def draw_pair(case):
+    x, wide, norm, _ = draw(case)
+    narrow = dataclasses.replace(case, n=case.narrow, bits=case.narrow_bits, group=case.narrow_group)
+    return x, wide, draw(narrow, seed=1)[1], norm
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("bits,group", [(4, 64), (8, 32)])
+def test_a_pair_has_the_bits_of_two_launches(rows, norm, bits, group):
+    case = dataclasses.replace(PAIR, rows=rows, norm=norm, bits=bits, group=group)
+    x, *weights, norm = draw_pair(case)
+    got = case.call(x, *weights, norm, interpret=True)
+    for y, weight in zip(got, weights, strict=True):
+        assert relative(y, oracle(x, weight, norm)) <= 4e-3
+        alone = kernel.decode(x, weight, norm, interpret=True)
+        np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(alone, np.float32))
+
+
+def test_public_function_of_a_pair():
+    x, *weights, norm = draw_pair(dataclasses.replace(PAIR, rows=3))
+    got = matmul.quantised_linear_pair(x, *weights, norm=norm)
+    for y, weight in zip(got, weights, strict=True):
+        assert relative(y, oracle(x, weight, norm)) < 4e-3
+    with pytest.raises(ValueError, match="quantised_linear_pair: 17 rows, at most 16"):
+        matmul.quantised_linear_pair(jnp.zeros((17, 700), BF16), *weights)
+    with pytest.raises(ValueError, match=r"x bfloat16 \(3, 700\) must be bfloat16 \[rows, 128\]"):
+        matmul.quantised_linear_pair(x, weights[0], draw(cases.Case("", 128, 40))[1])
+    with pytest.raises(ValueError, match="impl: 'triton' is only for"):
+        matmul.quantised_linear_pair(x, *weights, impl="triton")
+
+
 @pytest.mark.parametrize("rows", [2, 20])
 def test_public_function_on_a_cpu(rows):
     case = cases.Case("", 128, 256, rows=rows, norm=True, swiglu=True, residual=True)
@@ -237,6 +272,8 @@ def test_compiled_for_a_4090(case):
     assert not any(op.startswith(("LDS.U", "LDS.S", "LDL", "STL")) for op in row.loads)
     assert any(op.startswith("LDS.128") for op in row.loads)
     assert row.conversions == 0
+    if case in cases.PAIR:
+        assert row.blocks_per_sm >= 2  # one of each projection, or the narrow one's blocks would come after the others
     if case.decode:
         assert row.launches == 1
         assert row.bytes_moved <= 1.05 * row.ideal_bytes
@@ -245,7 +282,7 @@ def test_compiled_for_a_4090(case):
 
 
 @pytest.mark.parametrize("target", sorted(set(targets.names()) - {"rtx4090"}))
-@pytest.mark.parametrize("name", ["mlp.gate_up", "top_k", "mlp.down.prefill", "mlp.down.prefill_int8"])
+@pytest.mark.parametrize("name", ["mlp.gate_up", "delta.inputs", "top_k", "mlp.down.prefill", "mlp.down.prefill_int8"])
 def test_compiles_for_other_cards(name, target):
     (case,) = (c for c in cases.CASES if c.name == name)
     row = compiled(case, target)
