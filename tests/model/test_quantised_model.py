@@ -1,6 +1,7 @@
 """The model over quantised weights, as a card runs it, against the plain model over the numbers those weights stand for."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.model import TextModel, fill, fill_arrays, parameters_of, split_model
 from ninfer_jax.programs import PrefillInputs, Programs, admission
 from ninfer_jax.state import allocate_state, state_shape
+from pallas_kernels import launch
 from pallas_kernels.embedding import QuantisedRows, lookup
 from pallas_kernels.matmul import QuantisedWeight, dequantise, quantise
 from weights import join, quantise_tensors
@@ -107,6 +109,23 @@ def test_quantised_weights_change_nothing_but_their_rounding(models):
     assert clear.sum() > 10
     np.testing.assert_array_equal(ours[1].argmax(-1)[clear], theirs[1].argmax(-1)[clear])
     assert ours[2][0] == int(ours[1][-1].argmax())  # the head's candidates and its logits agree
+
+
+@pytest.mark.parametrize(
+    ("rows", "launches"),
+    [(3, ["w4_w8_pair_norm", "w4_decode_add"]), (20, ["w4_prefill_bf16", "w8_prefill_bf16", "w4_prefill_bf16_add"])],
+)
+def test_launches_of_a_delta_layer(models, rows, launches):
+    """Both input projections of a decode step are one. Around them stands nothing but what the test recurs by."""
+    programs, parameters, _ = models[0]
+    layer = programs.build(parameters).layers[0]
+
+    def mix(h):
+        return layer.linear_attn(h, layer.input_layernorm, lambda projected, ab: projected[:, :128] + ab.sum())
+
+    with launch.lowering_for("cuda"):
+        traced = jax.make_jaxpr(mix)(jax.ShapeDtypeStruct((rows, CONFIG.hidden_size), jnp.bfloat16))
+    assert re.findall(r"\bname=(w[48]_\w+)", str(traced)) == launches
 
 
 def test_a_recipe_needs_bfloat16_and_a_head_of_its_own():
