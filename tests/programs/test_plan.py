@@ -39,8 +39,9 @@ def test_the_27b_by_hand() -> None:
     assert gdn < made.state < gdn + (4 << 20)  # sampling: counts, biases and flags of 248,320 ids
     body = 64 * 3 * 5120 * 17_408 + 16 * (5120 * 14_336 + 6144 * 5120) + 48 * (5120 * 16_384 + 6144 * 5120)
     by_role = made.weights
-    assert by_role["mlp"] + by_role["attention"] + by_role["gdn"] == pytest.approx(body * (0.5 + 2 / 64), rel=2e-3)
-    assert by_role["head"] == 248_320 * 5120 * (1 + 2 / 32)
+    columns = 64 * (2 * 17_408 + 5120) + 16 * (14_336 + 5120) + 48 * (16_384 + 5120)  # each with a float32 unit
+    assert by_role["mlp"] + by_role["attention"] + by_role["gdn"] == body * (0.5 + 1 / 64) + 4 * columns
+    assert by_role["head"] == 248_320 * (5120 * (1 + 1 / 128) + 4)
     assert by_role["embed"] == 248_320 * 5120 * (0.5 + 2 / 64)
     assert max(made.workspace.values()) == 100 << 20 and made.executables == 5 * (4 << 20)
 
