@@ -33,6 +33,7 @@ from ninfer_jax.programs.card import compile_program  # noqa: E402
 from ninfer_jax.programs.setup import model_of, resolve  # noqa: E402
 from pallas_kernels.lab import registry, rows  # noqa: E402
 from pallas_kernels.matmul.cases import HIDDEN, INTERMEDIATE, Case, HeadCase  # noqa: E402
+from published import DECODE, PREFILL  # noqa: E402
 
 BANDWIDTH_REACHED, LAUNCH_US = 0.92, 1.5
 MODEL = "qwen3_8_27b"
@@ -213,13 +214,33 @@ def main() -> int:
     for tokens, rate in prefill.items():
         table.add_row(f"{tokens:,}", f"{rate:,.0f}")
     _console.print(table)
+    published = beside_published(model) if options.draft == 3 else []
     if options.json:
-        facts = {"target": options.target, "kv": options.kv, "decode": decode, "parts_us": parts, "prefill_tok_s": prefill,
+        facts = {"target": options.target, "kv": options.kv, "decode": decode, "parts_us": parts, "prefill_tok_s": prefill, "published": published,
                  "rows": {name: row.json() for name, row in model.rows.items()}}  # fmt: skip
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
     if options.plot:
         draw(model, options, options.plot)
     return 0
+
+
+def beside_published(model: Model) -> list[dict]:
+    """What others measured on this card at their depths and shares of accepted drafts, and what is modelled there."""
+    table = Table(title="Published measurements of others, and modelled here", title_justify="left")
+    for column in ("", "tokens", "drafts accepted", "measured, tok/s", "modelled, tok/s"):
+        table.add_column(column, justify="left" if not column else "right")
+    found = []
+    for kind, rows_ in (("decode", DECODE), ("prefill", PREFILL)):
+        for p in rows_:
+            if kind == "prefill":
+                modelled = model.prefill_rate(p.depth)
+            else:
+                modelled = (1 + 3 * (p.share or 0)) * 1e6 / model.round_us(p.depth, 0 if p.share is None else 3)
+            share = "" if p.share is None else f"{p.share:.1%}"
+            table.add_row(f"{kind}: {p.what}", f"{p.depth:,}", share, f"{p.tok_s:,.1f}", f"{modelled:,.1f}")
+            found.append({"kind": kind, **p._asdict(), "modelled": modelled})
+    _console.print(table)
+    return found
 
 
 def draw(model: Model, options: argparse.Namespace, path: Path) -> None:
