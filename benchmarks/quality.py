@@ -33,7 +33,7 @@ from measures.engines import COLLAPSED, console  # noqa: E402
 from measures.show import write  # noqa: E402
 from tiny_corpus import build_corpus, check_digest  # noqa: E402
 
-MEASURES = (*kv.BY_FORMAT, "roles", "recipes", "drafts", "drift", "noise")
+MEASURES = (*kv.BY_FORMAT, "copy", "roles", "recipes", "drafts", "drift", "noise")
 LIMIT = 0.5
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--loss-tokens", type=int, default=16_384, help="tokens of loss, roles and recipes, half plays and half code")
     parser.add_argument("--prompts", type=int, default=16, help="continuations that drafts are counted on")
     parser.add_argument("--trials", type=int, default=2, help="haystacks a length")
-    parser.add_argument("--repeats", type=int, default=16, help="repeated stretches a distance")
+    parser.add_argument("--repeats", type=int, default=12, help="repeated stretches a distance")
     parser.add_argument("--drift-tokens", type=int, default=4096, help="tokens of the drift")
     options = parser.parse_args()
     if options.redraw:
@@ -69,6 +69,7 @@ def main() -> None:
 
     others = {
         "noise": kv.codec_noise, "drift": lambda: kv.of_drift(options, plays), "drafts": lambda: kv.by_draft(options, plays, code),
+        "copy": lambda: kv.by_distance(options, plays),
         "roles": lambda: recipes.by_role(options, plays, code), "recipes": lambda: recipes.by_recipe(options, plays, code),
     }  # fmt: skip
     for name, measure in others.items():

@@ -1,4 +1,4 @@
-"""Measures of KV formats: loss, kld, acceptance, needle and copy, one engine a format; drafts, drift and noise."""
+"""Measures of KV formats: loss, kld, acceptance and needle, one engine a format; copy, drafts, drift and noise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from measures.engines import COLLAPSED, ORDER, STRIDE, WINDOW, accepted, both_te
 from ninfer_jax.evaluate import divergence, drift, needle, perplexity
 from pallas_kernels.kv_codecs import FORMATS, decode, encode
 
-BY_FORMAT = ("loss", "kld", "acceptance", "needle", "copy")
+BY_FORMAT = ("loss", "kld", "acceptance", "needle")
 LENGTHS, DEPTHS = (256, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -43,11 +43,20 @@ def by_format(options: argparse.Namespace, plays: str, code: str, wanted: list[s
                 with track(f"{kv}: needles") as tell:
                     cells = needle.needle_grid(engine, ids, LENGTHS, DEPTHS, options.trials, 0, False, tell)
                 found["needle"] += [{"kv": kv, **asdict(cell)} for cell in cells]
-            if "copy" in wanted:
-                with track(f"{kv}: repeats") as tell:
-                    found["copy"] += [{"kv": kv, **asdict(r)} for r in repeats.measure(engine, ids, options.repeats, tell)]
         console.print(f"{kv}: {', '.join(wanted)} done")
     return found
+
+
+def by_distance(options: argparse.Namespace, plays: str) -> list[dict]:
+    """Repeats in every format of the engine; the collapsed code, which runs on the host, would take longer than all of them."""
+    rows = []
+    for kv in ORDER[:-1]:
+        engine = load(kv, 0)
+        with track(f"{kv}: repeats") as tell:
+            found = repeats.measure(engine, engine.tokenizer.encode(plays), options.repeats, tell)
+        rows += [{"kv": kv, **asdict(repeat)} for repeat in found]
+        console.print(f"{kv}: repeats done")
+    return rows
 
 
 def by_draft(options: argparse.Namespace, plays: str, code: str) -> list[dict]:

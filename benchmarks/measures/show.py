@@ -95,14 +95,14 @@ def _recipes(rows: list[dict]) -> str:
 
 
 def _copy(rows: list[dict]) -> str:
-    reference = {(r["source"], r["distance"]): np.array(r["helps"]) for r in rows if r["kv"] == REFERENCE}
+    formats = [kv for kv in dict.fromkeys(r["kv"] for r in rows) if kv != REFERENCE]
+    helps = {(r["source"], r["distance"], r["kv"]): np.array(r["helps"]) for r in rows}
     cells = []
-    for r in sorted(rows, key=lambda r: (r["source"] == "random", r["distance"])):
-        helps = np.array(r["helps"])
-        changed = "" if r["kv"] == REFERENCE else _spread(helps - reference[r["source"], r["distance"]])
-        numbers = (f"{r[field]:.3f}" for field in ("first", "without", "second"))
-        cells.append([r["source"], f"{r['distance']:,}", f"`{r['kv']}`", *numbers, _spread(helps), changed])
-    head = ["tokens", "distance", "KV", "first, nats a token", "second, without the first", "second", "help", "help minus bf16's"]
+    for r in (r for r in rows if r["kv"] == REFERENCE):
+        at = r["source"], r["distance"]
+        changes = (_spread(helps[*at, kv] - helps[*at, REFERENCE]) for kv in formats)
+        cells.append([at[0], f"{at[1]:,}", f"{r['without']:.3f}", f"{r['second']:.3f}", _spread(helps[*at, REFERENCE]), *changes])
+    head = ["tokens", "distance", "nats a token without the first", "with it", f"help, `{REFERENCE}`", *(f"`{kv}` minus that" for kv in formats)]
     return _markdown(head, cells)
 
 

@@ -60,6 +60,15 @@ def test_repeats_help_as_far_as_the_model_sees(monkeypatch):
         repeats.measure(far, text[:300], 1)
 
 
+def test_the_tokens_that_count(monkeypatch):
+    """All of the stretch but its first: told by a model that charges each token its position."""
+    monkeypatch.setattr(repeats, "DISTANCES", (100,))
+    monkeypatch.setattr(repeats, "_nats", lambda engine, ids: np.arange(1.0, len(ids)))
+    row, _ = repeats.measure(Copier(0), list(range(IDS)), 2)
+    places = repeats.LEAD + np.arange(1, repeats.STRETCH)
+    assert (row.first, row.second, row.without, row.helps) == (places.mean(), places.mean() + 100, places.mean() + 100, [0, 0])
+
+
 def test_bytes_of_recipes_on_the_27b():
     """Half a byte and some scales for each weight of the 48 Gated DeltaNet layers' projections and of the embedding is what
     q4-quality takes more than q4; and it fits."""

@@ -104,7 +104,7 @@ def test_a_grid_without_messages(engine, ids):
 
 class CopyingDecoder:
     """In place of `ForcedDecoder`: bytes are tokens. After a question it expects the number that `find` gives, digit by digit,
-    e^9 times as much as any other byte; where that gives none, and elsewhere, all 256 alike."""
+    e^9 times as much as any other byte; where that gives none, after a wrong digit, and elsewhere, all 256 alike."""
 
     find = staticmethod(lambda text, key: None)
 
@@ -120,7 +120,7 @@ class CopyingDecoder:
             text, _, rest = bytes(read).decode().rpartition("\nThe secret number of ")
             key, _, said = rest.partition(" is")
             number = self.find(text, key)
-            if number is not None and len(said) < 6:
+            if number is not None and f" {number}".startswith(said) and len(said) <= len(number):
                 found[f" {number}".encode()[len(said)]] = 9
             return found
 
