@@ -117,9 +117,8 @@ def compare(workers: dict[str, Worker], prompt: list[int]) -> dict[str, float]:
         differences[name] = max(abs(a - b) for a, b in zip(logprobs, reference, strict=True))
         _console.print(f"{name}: log-probabilities within {differences[name]:.1e} of transformers with {weights} weights")
         if differences[name] > TOLERANCE[weights]:
-            raise SystemExit(
-                f"{name} differs from transformers by {differences[name]:.1e}, more than {TOLERANCE[weights]:.0e}: nothing was timed"
-            )
+            limit = f"more than {TOLERANCE[weights]:.0e}"
+            raise SystemExit(f"{name} differs from transformers by {differences[name]:.1e}, {limit}: nothing was timed")
     return differences
 
 
@@ -147,22 +146,34 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; SystemExit with one line for what does not fit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     available = len(os.sched_getaffinity(0))
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "ninfer-jax-bench", help="where the checkpoint is kept")
-    parser.add_argument("--threads", type=int, default=available, help=f"threads of every peer (default: the {available} cores allowed)")
+    parser.add_argument(
+        "--cache", type=Path, default=Path.home() / ".cache" / "ninfer-jax-bench", help="where the checkpoint is kept"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=available, help=f"threads of every peer (default: the {available} cores allowed)"
+    )
     parser.add_argument("--repeats", type=int, help="measured repeats of every peer (default 5; quick 3)")
     parser.add_argument("--prefill", type=int, nargs="+", default=[128, 512, 2048], help="prompts to time, in tokens")
-    parser.add_argument("--depths", type=int, nargs="+", default=[16, 2048, 8192], help="tokens in the context when decoding is timed")
+    parser.add_argument(
+        "--depths", type=int, nargs="+", default=[16, 2048, 8192], help="tokens in the context when decoding is timed"
+    )
     parser.add_argument("--steps", type=int, default=32, help="decode steps a repeat")
     parser.add_argument("--quick", action="store_true", help="prefill of 512, 128 steps after it, float32 engines")
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.3M parameters and short prompts: says nothing about speed")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of 2M parameters and short prompts: says nothing about speed"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of checkpoint and prompt")
-    parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS), help=f"peers to run; {REFERENCE} always checks")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PEERS), default=list(PEERS), help=f"peers to run; {REFERENCE} always checks"
+    )
     parser.add_argument("--out", type=Path, default=Path("cpu_peers"), help="stem of the .json and .md files")
     parser.add_argument("--plot", type=Path, help="the tables as a picture, a .png")
     options = parser.parse_args(arguments)
     if options.threads != available:
         # XLA sizes its thread pool by the cores it may use and has no other setting.
-        raise SystemExit(f"--threads is {options.threads} but {available} cores are allowed: use `taskset -c 0-{options.threads - 1}` as well")
+        raise SystemExit(
+            f"--threads is {options.threads} but {available} cores are allowed: use `taskset -c 0-{options.threads - 1}` as well"
+        )
     options.repeats = (3 if options.quick else 5) if options.repeats is None else options.repeats
     for name in ("repeats", "steps", "prefill", "depths"):
         value = getattr(options, name)

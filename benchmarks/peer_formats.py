@@ -71,7 +71,8 @@ def multimodal_twin(checkpoint: Path) -> Path:
     text = json.loads((checkpoint / "config.json").read_text("utf-8"))
     del text["architectures"]
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "dtype": "float32", "tie_word_embeddings": False,
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "dtype": "float32",
+        "tie_word_embeddings": False,
         "text_config": text, "vision_config": _UNUSED_VISION | {"out_hidden_size": text["hidden_size"]},
         "image_token_id": 0, "video_token_id": 1, "vision_start_token_id": 2, "vision_end_token_id": 3,
     }  # fmt: skip

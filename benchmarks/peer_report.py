@@ -10,7 +10,10 @@ from typing import Any
 OURS = "ninfer-jax"
 # tokens a second of every repeat: kind ("prefill" or "decode") -> tokens in the prompt or context -> engine -> values
 Rates = dict[str, dict[int, dict[str, list[float]]]]
-TITLES = {"prefill": "Prefill, tokens a second by length of the prompt", "decode": "Decode, tokens a second by tokens in the context"}
+TITLES = {
+    "prefill": "Prefill, tokens a second by length of the prompt",
+    "decode": "Decode, tokens a second by tokens in the context",
+}
 
 
 def table(rates: Rates, kind: str) -> list[list[str]]:
@@ -21,7 +24,10 @@ def table(rates: Rates, kind: str) -> list[list[str]]:
         line = [engine]
         for values in columns.values():
             middle = statistics.median(values[engine])
-            line += [f"{middle:.1f} ({min(values[engine]):.1f} to {max(values[engine]):.1f})", f"{statistics.median(values[OURS]) / middle:.2f}x"]
+            line += [
+                f"{middle:.1f} ({min(values[engine]):.1f} to {max(values[engine]):.1f})",
+                f"{statistics.median(values[OURS]) / middle:.2f}x",
+            ]
         lines.append(line)
     return lines
 
@@ -58,7 +64,10 @@ def plot(rates: Rates, path: Path, title: str) -> None:
         for engine in rates[kind][lengths[0]]:
             values = [rates[kind][length][engine] for length in lengths]
             middle = [statistics.median(v) for v in values]
-            spread = [[m - min(v) for m, v in zip(middle, values, strict=True)], [max(v) - m for m, v in zip(middle, values, strict=True)]]
+            spread = [
+                [m - min(v) for m, v in zip(middle, values, strict=True)],
+                [max(v) - m for m, v in zip(middle, values, strict=True)],
+            ]
             quantised = engine.endswith(("q8_0", "int4"))
             ax.errorbar(
                 lengths, middle, spread, label=engine, marker="o", markersize=4, capsize=3,
@@ -81,6 +90,8 @@ def machine() -> str:
     """Processor model and the widest vector instructions, in words."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
-    model = next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), platform.processor())
+    model = next(
+        (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), platform.processor()
+    )
     wide = next((label for flag, label in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in text), "")
     return f"{model} ({wide})" if wide else model

@@ -182,7 +182,9 @@ class LlamaCpp:
         answer = self._server.handle_completions(request | more)
         found = tuple(answer["timings"][name] for name in ("cache_n", "prompt_n", "predicted_n"))
         if found != (cached, len(prompt) - cached, tokens):
-            raise ValueError(f"llama.cpp reused, read and gave {found} tokens, asked for {(cached, len(prompt) - cached, tokens)}")
+            raise ValueError(
+                f"llama.cpp reused, read and gave {found} tokens, asked for {(cached, len(prompt) - cached, tokens)}"
+            )
         return answer
 
 
@@ -239,7 +241,8 @@ class Entry:
 
 
 PEERS = {
-    "ninfer-jax": Entry(Ninfer), "transformers": Entry(Transformers), "llama.cpp": Entry(LlamaCpp), "onnxruntime": Entry(OnnxRuntime),
+    "ninfer-jax": Entry(Ninfer), "transformers": Entry(Transformers),
+    "llama.cpp": Entry(LlamaCpp), "onnxruntime": Entry(OnnxRuntime),
     "llama.cpp q8_0": Entry(LlamaCpp, "q8_0"), "onnxruntime int4": Entry(OnnxRuntime, "int4"),
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ _CONFIG = {
         "mrope_section": [6, 5, 5], "mrope_interleaved": True,
     },
 }  # fmt: skip
-# For tests: four layers, 7 MB, most of it the vocabulary that the tokenizer spells.
+# For tests: four layers, 9 MB, most of it the vocabulary that the tokenizer spells.
 _TINY = _CONFIG | {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "layer_types": _CONFIG["layer_types"][:4],
     "num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_key_heads": 1, "linear_num_value_heads": 2,

@@ -45,11 +45,22 @@ def test_the_whole_matrix_is_the_default_and_quick_is_one_length_of_float32_engi
     assert (full.prefill, full.depths, full.repeats) == ([128, 512, 2048], [16, 2048, 8192], 5)
     assert full.peers == list(cpu_peers.PEERS)
     quick = parse(["--quick", "--only", "llama.cpp", "llama.cpp q8_0"])
-    assert (quick.prefill, quick.depths, quick.steps, quick.peers) == ([512], [512], 128, ["ninfer-jax", "transformers", "llama.cpp"])
+    assert (quick.prefill, quick.depths, quick.steps, quick.peers) == (
+        [512],
+        [512],
+        128,
+        ["ninfer-jax", "transformers", "llama.cpp"],
+    )
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["--steps", "0"], "--steps is 0"), (["--depths", "16", "-1"], r"--depths is \[16, -1\]"),
-                                                 (["--threads", "977"], "--threads is 977")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "--steps is 0"),
+        (["--depths", "16", "-1"], r"--depths is \[16, -1\]"),
+        (["--threads", "977"], "--threads is 977"),
+    ],
+)
 def test_what_does_not_fit_is_refused_by_name(arguments, said):
     with pytest.raises(SystemExit, match=said):
         parse(arguments)
@@ -57,7 +68,12 @@ def test_what_does_not_fit_is_refused_by_name(arguments, said):
 
 def test_a_long_session_is_filled_once_and_a_short_one_in_every_turn():
     matrix = lengths([128, 2048], [16, 2048, 8192], 32)
-    assert matrix == [Length(16, False, 32, True), Length(128, True, 0, True), Length(2048, True, 32, True), Length(8192, False, 32, False)]
+    assert matrix == [
+        Length(16, False, 32, True),
+        Length(128, True, 0, True),
+        Length(2048, True, 32, True),
+        Length(8192, False, 32, False),
+    ]
     # Two tokens may come with the prefill, and each of six turns takes 33.
     assert capacity(matrix, repeats=5) == 8192 + 2 + 6 * 33
 
@@ -84,7 +100,9 @@ def test_nothing_is_timed_when_numbers_differ():
 def test_a_quantised_peer_is_scored_with_its_own_weights():
     peers = workers()
     compare(peers, [1, 2, 3])
-    assert [call for call in peers["transformers"].calls if call[0] == "score"] == [("score", 3, 16, w) for w in ("float32", "float32", "int4")]
+    assert [call for call in peers["transformers"].calls if call[0] == "score"] == [
+        ("score", 3, 16, w) for w in ("float32", "float32", "int4")
+    ]
 
 
 def test_quantised_weights_by_their_definitions():
@@ -93,7 +111,11 @@ def test_quantised_weights_by_their_definitions():
     for through, code in ((q8_0, _q8_0), (int4, _int4)):
         expected = np.concatenate([code(block) for block in matrix.reshape(-1, 32)]).reshape(matrix.shape)
         np.testing.assert_allclose(through(matrix), expected, rtol=1e-6, atol=1e-7)
-    for name in ("model.embed_tokens.weight", "model.layers.0.linear_attn.in_proj_a.weight", "model.layers.0.linear_attn.in_proj_b.weight"):
+    for name in (
+        "model.embed_tokens.weight",
+        "model.layers.0.linear_attn.in_proj_a.weight",
+        "model.layers.0.linear_attn.in_proj_b.weight",
+    ):
         assert stands_for(name, matrix, "int4") is matrix
     assert not np.array_equal(stands_for("model.layers.0.linear_attn.in_proj_a.weight", matrix, "q8_0"), matrix)
     with pytest.raises(ValueError, match="weights is 'q2'"):
@@ -114,7 +136,13 @@ def test_the_multimodal_twin_is_the_same_text_model(tmp_path):
 
 
 def test_tables_follow_from_the_rates():
-    rates = {"prefill": {}, "decode": {16: {"ninfer-jax": [4.0, 5.0, 9.0], "llama.cpp": [10.0, 8.0, 11.0]}, 2048: {"ninfer-jax": [3.0], "llama.cpp": [2.0]}}}
+    rates = {
+        "prefill": {},
+        "decode": {
+            16: {"ninfer-jax": [4.0, 5.0, 9.0], "llama.cpp": [10.0, 8.0, 11.0]},
+            2048: {"ninfer-jax": [3.0], "llama.cpp": [2.0]},
+        },
+    }
     assert peer_report.table(rates, "decode") == [
         ["engine", "16", "ours is", "2,048", "ours is"],
         ["ninfer-jax", "5.0 (4.0 to 9.0)", "1.00x", "3.0 (3.0 to 3.0)", "1.00x"],
