@@ -102,7 +102,8 @@ def _copy(rows: list[dict]) -> str:
         at = r["source"], r["distance"]
         changes = (_spread(helps[*at, kv] - helps[*at, REFERENCE]) for kv in formats)
         cells.append([at[0], f"{at[1]:,}", f"{r['without']:.3f}", f"{r['second']:.3f}", _spread(helps[*at, REFERENCE]), *changes])
-    head = ["tokens", "distance", "nats a token without the first", "with it", f"help, `{REFERENCE}`", *(f"`{kv}` minus that" for kv in formats)]
+    head = ["tokens", "distance", "nats a token without the first", "with it", f"help, `{REFERENCE}`"]
+    head += [f"`{kv}` minus that" for kv in formats]
     return _markdown(head, cells)
 
 
