@@ -64,7 +64,8 @@ def per_role(rows: list[dict]) -> list[dict]:
         added = (four["bytes8"] - four["bytes4"]) / GIB
         (other,) = (r for r in rows if (r["role"], r["in"]) == (role, "q4"))
         found.append({"role": role, "four": four, "eight": eight, "added": added, "small": four["bytes4"] / GIB,
-                      "worth": (four["kl"] - eight["kl"]) / added, "kept": 4 if other["bits"] == 8 else 8, "within": other})  # fmt: skip
+                      "worth": (four["kl"] - eight["kl"]) / added, "within": other,
+                      "kept": 4 if other["bits"] == 8 else 8})  # fmt: skip
     return sorted(found, key=lambda r: -r["worth"])
 
 

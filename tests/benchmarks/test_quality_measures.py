@@ -87,7 +87,8 @@ def test_roles_are_ordered_by_what_their_bytes_are_worth():
 
     rows = [row("large", 4, "alone", 0.009), row("large", 8, "alone", 0.001), row("small", 4, "alone", 0.003),
             row("small", 8, "alone", 0.001), row("fine", 4, "alone", 0.002), row("fine", 8, "alone", 0.001),
-            row("all", 4, "q4", 0.0101), row("large", 8, "q4", 0.0022), row("small", 8, "q4", 0.0083), row("fine", 4, "q4", 0.0111)]  # fmt: skip
+            row("all", 4, "q4", 0.0101), row("large", 8, "q4", 0.0022), row("small", 8, "q4", 0.0083),
+            row("fine", 4, "q4", 0.0111)]  # fmt: skip
     found = show.per_role(rows)
     assert [(r["role"], r["kept"], r["added"]) for r in found] == [("fine", 8, 0.125), ("small", 4, 1), ("large", 4, 8)]
     assert [r["worth"] for r in found] == pytest.approx([0.008, 0.002, 0.001])
