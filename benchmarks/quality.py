@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("quality"), help="directory for everything")
     parser.add_argument("--tokens", type=int, default=512, help="decode steps at each depth")
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 1024, 4096], help="tokens before the decode steps")
-    parser.add_argument("--loss-tokens", type=int, default=16_384, help="tokens of loss, roles and recipes, half plays and half code")
+    parser.add_argument("--loss-tokens", type=int, default=16_384, help="of loss, roles, recipes; half plays, half code")
     parser.add_argument("--prompts", type=int, default=16, help="continuations that drafts are counted on")
     parser.add_argument("--trials", type=int, default=2, help="haystacks a length")
     parser.add_argument("--repeats", type=int, default=12, help="repeated stretches a distance")
@@ -68,8 +68,8 @@ def main() -> None:
         write(name, rows, options.out)
 
     others = {
-        "noise": kv.codec_noise, "drift": lambda: kv.of_drift(options, plays), "drafts": lambda: kv.by_draft(options, plays, code),
-        "copy": lambda: kv.by_distance(options, plays),
+        "noise": kv.codec_noise, "drift": lambda: kv.of_drift(options, plays), "copy": lambda: kv.by_distance(options, plays),
+        "drafts": lambda: kv.by_draft(options, plays, code),
         "roles": lambda: recipes.by_role(options, plays, code), "recipes": lambda: recipes.by_recipe(options, plays, code),
     }  # fmt: skip
     for name, measure in others.items():

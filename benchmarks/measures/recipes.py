@@ -41,7 +41,8 @@ def by_role(options: argparse.Namespace, plays: str, code: str) -> list[dict]:
     rows, bits = [], {4: {role: FOUR for role in ROLES}, 8: W8.formats}
     with _shared_programs():
         with _engine(PLAIN, draft=3) as engine:
-            ids, prompts = both_texts(engine, options, plays, code), engine.tokenizer.encode(plays) + engine.tokenizer.encode(code)
+            ids = both_texts(engine, options, plays, code)
+            prompts = engine.tokenizer.encode(plays) + engine.tokenizer.encode(code)
             expected = _logprobs(engine, ids)
             rows.append({"role": "mtp", "bits": 16, "in": "alone", **accepted(engine, prompts, options.prompts)})
 

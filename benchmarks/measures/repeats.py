@@ -57,7 +57,8 @@ def _draw(rng: random.Random, text: Sequence[int], distance: int, ids: int, unif
     """A run of LEAD + distance tokens of the text, and a stretch that is not from the run."""
     length = LEAD + distance
     if len(text) < length + 2 * STRETCH:
-        raise ValueError(f"the text has {len(text)} tokens, repeats at {distance} need {length + 2 * STRETCH}; give a longer text")
+        needed = length + 2 * STRETCH
+        raise ValueError(f"the text has {len(text)} tokens, repeats at {distance} need {needed}; give a longer text")
     start = rng.randrange(len(text) - length + 1)
     run = list(text[start : start + length])
     if uniform:

@@ -64,7 +64,8 @@ def per_role(rows: list[dict]) -> list[dict]:
         added = (four["bytes8"] - four["bytes4"]) / GIB
         (other,) = (r for r in rows if (r["role"], r["in"]) == (role, "q4"))
         found.append({"role": role, "four": four, "eight": eight, "added": added, "small": four["bytes4"] / GIB,
-                      "worth": (four["kl"] - eight["kl"]) / added, "kept": 4 if other["bits"] == 8 else 8, "within": other})  # fmt: skip
+                      "worth": (four["kl"] - eight["kl"]) / added, "within": other,
+                      "kept": 4 if other["bits"] == 8 else 8})  # fmt: skip
     return sorted(found, key=lambda r: -r["worth"])
 
 
@@ -102,7 +103,8 @@ def _copy(rows: list[dict]) -> str:
         at = r["source"], r["distance"]
         changes = (_spread(helps[*at, kv] - helps[*at, REFERENCE]) for kv in formats)
         cells.append([at[0], f"{at[1]:,}", f"{r['without']:.3f}", f"{r['second']:.3f}", _spread(helps[*at, REFERENCE]), *changes])
-    head = ["tokens", "distance", "nats a token without the first", "with it", f"help, `{REFERENCE}`", *(f"`{kv}` minus that" for kv in formats)]
+    head = ["tokens", "distance", "nats a token without the first", "with it", f"help, `{REFERENCE}`"]
+    head += [f"`{kv}` minus that" for kv in formats]
     return _markdown(head, cells)
 
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory (safetensors, plain or quantised), a .gguf file, or `tiny`.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory (plain or quantised), a .gguf file, or `tiny`.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The artifact's directory: empty, not there, or interrupted.")],
     recipe: Annotated[str, typer.Option(help="Formats of the weights: q4, q4-quality or w8.")] = "q4",
     draft_head: Annotated[int, typer.Option(help="Rows of a reduced head for drafts, picked by --draft-text; 0: none.")] = 0,

@@ -87,10 +87,12 @@ def test_roles_are_ordered_by_what_their_bytes_are_worth():
 
     rows = [row("large", 4, "alone", 0.009), row("large", 8, "alone", 0.001), row("small", 4, "alone", 0.003),
             row("small", 8, "alone", 0.001), row("fine", 4, "alone", 0.002), row("fine", 8, "alone", 0.001),
-            row("all", 4, "q4", 0.0101), row("large", 8, "q4", 0.0022), row("small", 8, "q4", 0.0083), row("fine", 4, "q4", 0.0111)]  # fmt: skip
+            row("all", 4, "q4", 0.0101), row("large", 8, "q4", 0.0022), row("small", 8, "q4", 0.0083),
+            row("fine", 4, "q4", 0.0111)]  # fmt: skip
     found = show.per_role(rows)
     assert [(r["role"], r["kept"], r["added"]) for r in found] == [("fine", 8, 0.125), ("small", 4, 1), ("large", 4, 8)]
     assert [r["worth"] for r in found] == pytest.approx([0.008, 0.002, 0.001])
-    lines = show.table("roles", [*rows, {"role": "mtp", "bits": 4, "in": "alone", "accepted": 30, "drafted": 60, "accepted_share": 0.5, "tokens_per_round": 2.5}])
+    drafts = {"accepted": 30, "drafted": 60, "accepted_share": 0.5, "tokens_per_round": 2.5}
+    lines = show.table("roles", [*rows, {"role": "mtp", "bits": 4, "in": "alone", **drafts}])
     assert "| `small` | 4 | 1.00 | 1.00 | 3,000.0 ± 300.0 | 1,000.0 ± 100.0 | 2,000 | 8 bits: 8,300.0 ± 830.0 |" in lines
     assert "all of `q4`: 10,100.0 ± 1,010.0" in lines and "| 4 bits | 30 of 60 | 50.0% | 2.50 |" in lines
