@@ -33,17 +33,25 @@ _CONFIG = {
         "mrope_section": [6, 5, 5], "mrope_interleaved": True,
     },
 }  # fmt: skip
+# For tests: four layers, 9 MB, most of it the vocabulary that the tokenizer spells.
+_TINY = _CONFIG | {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "layer_types": _CONFIG["layer_types"][:4],
+    "num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+    "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "rope_parameters": _CONFIG["rope_parameters"] | {"mrope_section": [3, 3, 2]},
+}  # fmt: skip
+SIZES = {"150m": _CONFIG, "tiny": _TINY}
 
 
-def make_checkpoint(cache: Path, seed: int) -> Path:
-    """The checkpoint's directory under `cache`, written on the first call (631 MB)."""
-    path = cache / f"random-hybrid-150m-seed{seed}"
+def make_checkpoint(cache: Path, seed: int, size: str = "150m") -> Path:
+    """The checkpoint's directory under `cache`, written on the first call (631 MB; size "tiny": 9 MB)."""
+    path, config = cache / f"random-hybrid-{size}-seed{seed}", SIZES[size]
     if (path / "complete").exists():
         return path
     path.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    specs = parameter_specs(TextModel(ModelConfig.from_hf(_CONFIG), jnp.float32, mtp=True))
-    save_checkpoint(path, {s.name: _draw(s.name, s.shape, rng) for s in specs}, _CONFIG)
+    specs = parameter_specs(TextModel(ModelConfig.from_hf(config), jnp.float32, mtp=True))
+    save_checkpoint(path, {s.name: _draw(s.name, s.shape, rng) for s in specs}, config)
     (path / "tokenizer.json").write_text(json.dumps(_tokenizer()), encoding="utf-8")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "bos_token": None, "model_max_length": 32_768}
     (path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

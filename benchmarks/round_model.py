@@ -5,9 +5,11 @@
 A kernel's time is the longest of bytes moved / (bandwidth x 0.92), thread instructions / issue rate and multiply-adds /
 tensor rate, from the lab's compiled figures; a launch costs 1.5 us beside it. The two numbers are assumptions: 0.92 is what
 large copies reach on Ada cards, 1.5 us the launch work of a CUDA graph's node. Attention scales with the tokens it walks;
-the sums that its splits leave are counted whole at every depth.
+the sums that its splits leave are counted whole at every depth. The GDN core is counted as if as many rows waited for it as
+it adds. Small operations: what the real plain round of one slot, compiled, launches and copies beside the kernels named here,
+when it draws greedily, at a launch's cost each.
 
-Rounds: plain = one row; with K drafts = K + 1 rows, the fold, the MTP layer over the emitted rows and K - 1 times over one
+Rounds: plain = one row; with K drafts = K + 1 rows, the MTP layer over the emitted rows and K - 1 times over one
 more, and a head for each draft (`--draft-head` rows of it; all when 0). Tokens a second with drafts use `--accepted` tokens
 a round.
 """
@@ -26,10 +28,15 @@ from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from ninfer_jax.config import EngineConfig, recipe  # noqa: E402
+from ninfer_jax.programs.card import compile_program  # noqa: E402
+from ninfer_jax.programs.setup import model_of, resolve  # noqa: E402
 from pallas_kernels.lab import registry, rows  # noqa: E402
 from pallas_kernels.matmul.cases import HIDDEN, INTERMEDIATE, Case, HeadCase  # noqa: E402
+from published import DECODE, PREFILL  # noqa: E402
 
 BANDWIDTH_REACHED, LAUNCH_US = 0.92, 1.5
+MODEL = "qwen3_8_27b"
 GDN_LAYERS, ATTENTION_LAYERS, LAYERS, CONTEXT = 48, 16, 64, 262_144
 DEPTHS = (2_048, 32_768, 131_072, 235_000, 262_144)
 PREFILL_DEPTHS = (1_024, 6_144, 32_768, 131_072, 262_144)
@@ -38,10 +45,10 @@ _console = Console(width=None if sys.stdout.isatty() else 120)
 
 # Of the MTP layer, whose weights are w8; beside it the cases that the lab has.
 MTP = (
-    Case("mtp.qkv_gate", HIDDEN, 14336, bits=8, group=32, norm=True), Case("mtp.out", 6144, HIDDEN, bits=8, group=32, residual=True),
-    Case("mtp.gate_up", HIDDEN, 2 * INTERMEDIATE, bits=8, group=32, norm=True, swiglu=True),
-    Case("mtp.down", INTERMEDIATE, HIDDEN, bits=8, group=32, residual=True),
-    Case("delta.gates", HIDDEN, 96, bits=8, group=32, norm=True),
+    Case("mtp.qkv_gate", HIDDEN, 14336, bits=8, group=128, norm=True),
+    Case("mtp.out", 6144, HIDDEN, bits=8, group=128, residual=True),
+    Case("mtp.gate_up", HIDDEN, 2 * INTERMEDIATE, bits=8, group=128, norm=True, swiglu=True),
+    Case("mtp.down", INTERMEDIATE, HIDDEN, bits=8, group=128, residual=True),
 )  # fmt: skip
 
 
@@ -64,54 +71,83 @@ def timed(card: targets.Target, row: rows.Row, share: float = 1.0) -> Timed:
     return Timed(moved, instructions, adds, row.launches, seconds * 1e6 + row.launches * LAUNCH_US)
 
 
+def plain_round_steps(target: str, kv: str) -> int:
+    """Launches and copies of the 27B's round of one slot without drafts, compiled, when it draws greedily."""
+    model, named = model_of(MODEL)
+    setup = resolve(model, named, EngineConfig(context=CONTEXT, draft=0, kv=kv, prefill_chunk=CHUNK), "cuda", recipe("q4"))
+    return compile_program("decode_round", setup.programs().source("decode_round"), target)[1].shortest
+
+
+def _by_rows(case: Case, counts: set[int]) -> list[Case]:
+    return [dataclasses.replace(case, name=f"{case.name}@{rows}", rows=rows) for rows in sorted(counts)]
+
+
 class Model:
     """Compiled rows by `op/case`, and sums over a round."""
 
-    def __init__(self, target: str, kv: str, draft_head: int):
-        self.card, self.kv = targets.get(target), kv
-        self.draft_head = HeadCase("draft", HIDDEN, draft_head, bits=8, group=32, valid=draft_head) if draft_head else None
+    def __init__(self, target: str, kv: str, draft: int, draft_head: int):
+        self.card, self.kv, self.draft = targets.get(target), kv, draft
+        self.draft_head = HeadCase("draft", HIDDEN, draft_head, bits=8, group=128, valid=draft_head) if draft_head else None
         wanted = [
-            "quantised_matmul/attention.qkv_gate", "quantised_matmul/attention.out", "quantised_matmul/delta.qkvz",
+            "quantised_matmul/attention.qkv_gate", "quantised_matmul/attention.out", "quantised_matmul_pair/delta.inputs",
             "quantised_matmul/delta.out", "quantised_matmul/mlp.gate_up", "quantised_matmul/mlp.down", "quantised_matmul/mtp.fc",
             "quantised_matmul/mlp.gate_up.prefill_int8", "quantised_matmul/mlp.down.prefill_int8", "head/argmax",
             f"kv_append/decode.{kv}", f"decode_attention/{kv}", f"decode_attention/{kv}.1row", "delta_decode/1x1", "delta_decode/1x4",
-            "delta_fold/1x4", "kv_append/prefill.rk4v4-e8", f"prefill_attention/{kv}", "delta_prefill/1024x1of1",
+            "kv_append/prefill.rk4v4-e8", f"prefill_attention/{kv}", "delta_prefill/1024x1of1",
         ]  # fmt: skip
         known = {f"{c.op}/{c.name}": c for c in registry.cases()}
         cases = [known[name] for name in wanted if name in known]
         cases += [*MTP, *([self.draft_head] if self.draft_head else [])]
+        # The lab's decode cases have 16 rows, four slots with three drafts; a kernel reads and writes the rows that there are.
+        cases = [one for c in cases for one in (_by_rows(c, {1, draft + 1}) if isinstance(c, Case) and c.rows <= 16 else [c])]
         self.rows = {f"{c.op}/{c.name}": rows.measure(c, target) for c in track(cases, "compiling", console=Console(stderr=True))}
+        self.small_operations = 0
+        self.small_operations = plain_round_steps(target, kv) - sum(launches for launches, _ in self._parts(DEPTHS[0], 1).values())
 
     def us(self, name: str, share: float = 1.0) -> float:
         return timed(self.card, self.rows[name], share).us
 
+    def attention_row(self, rows_: int) -> rows.Row:
+        name = f"decode_attention/{self.kv}" + (".1row" if rows_ == 1 and f"decode_attention/{self.kv}.1row" in self.rows else "")
+        return self.rows[name]
+
     def attention_us(self, depth: int, rows_: int) -> float:
         """Decode attention of one layer: pages scale with depth, the splits' sums do not."""
-        name = f"decode_attention/{self.kv}" + (".1row" if rows_ == 1 and f"decode_attention/{self.kv}.1row" in self.rows else "")
-        row = self.rows[name]
+        row = self.attention_row(rows_)
         walked = row.bytes_moved - (row.bytes_moved - row.ideal_bytes)
         moved = walked * depth / CONTEXT + (row.bytes_moved - row.ideal_bytes)
         seconds = max(moved / (self.card.bandwidth * BANDWIDTH_REACHED), row.thread_instructions * depth / CONTEXT / self.card.issue_rate)
         return seconds * 1e6 + row.launches * LAUNCH_US
 
     def verify_us(self, depth: int, rows_: int) -> dict[str, float]:
+        return {name: us for name, (_, us) in self._parts(depth, rows_).items()}
+
+    def _parts(self, depth: int, rows_: int) -> dict[str, tuple[int, float]]:
+        """Launches and microseconds of a verify pass by what they are for."""
         m = "quantised_matmul/"
+
+        def layers(count: int, *names: str) -> tuple[int, float]:
+            own = [n if n in self.rows else f"{n}@{rows_}" for n in names]
+            return count * sum(self.rows[n].launches for n in own), count * sum(self.us(n) for n in own)
+
+        append, walk = layers(ATTENTION_LAYERS, f"kv_append/decode.{self.kv}"), self.attention_row(rows_).launches
         return {
-            "GDN projections": GDN_LAYERS * (self.us(m + "delta.qkvz") + self.us(m + "delta.gates") + self.us(m + "delta.out")),
-            "GDN core": GDN_LAYERS * self.us("delta_decode/1x1" if rows_ == 1 else "delta_decode/1x4"),
-            "attention projections": ATTENTION_LAYERS * (self.us(m + "attention.qkv_gate") + self.us(m + "attention.out")),
-            "attention": ATTENTION_LAYERS * (self.us(f"kv_append/decode.{self.kv}") + self.attention_us(depth, rows_)),
-            "MLP": LAYERS * (self.us(m + "mlp.gate_up") + self.us(m + "mlp.down")),
-            "head": self.us("head/argmax"),
-            "fold": GDN_LAYERS * self.us("delta_fold/1x4"),
-            "small operations": 30 * LAUNCH_US,
+            "GDN projections": layers(GDN_LAYERS, "quantised_matmul_pair/delta.inputs", m + "delta.out"),
+            "GDN core": layers(GDN_LAYERS, "delta_decode/1x1" if rows_ == 1 else "delta_decode/1x4"),
+            "attention projections": layers(ATTENTION_LAYERS, m + "attention.qkv_gate", m + "attention.out"),
+            "attention": (append[0] + ATTENTION_LAYERS * walk, append[1] + ATTENTION_LAYERS * self.attention_us(depth, rows_)),
+            "MLP": layers(LAYERS, m + "mlp.gate_up", m + "mlp.down"),
+            "head": layers(1, "head/argmax"),
+            "small operations": (self.small_operations, self.small_operations * LAUNCH_US),
         }
 
     def draft_us(self, depth: int) -> float:
         """The MTP layer once, and a head."""
         m = "quantised_matmul/"
-        layer = sum(self.us(m + name) for name in ("mtp.fc", "mtp.qkv_gate", "mtp.out", "mtp.gate_up", "mtp.down"))
-        head = self.us("head/draft") if self.draft_head else self.us("head/argmax")
+        # At the rows of the first time, which realigns; the others have one.
+        rows_ = self.draft + 1
+        layer = sum(self.us(f"{m}{name}@{rows_}") for name in ("mtp.fc", "mtp.qkv_gate", "mtp.out", "mtp.gate_up", "mtp.down"))
+        head = self.us("head/draft@1") if self.draft_head else self.us("head/argmax@1")
         return layer + head + self.us(f"kv_append/decode.{self.kv}") + self.attention_us(depth, 1) + 8 * LAUNCH_US
 
     def round_us(self, depth: int, draft: int) -> float:
@@ -153,7 +189,7 @@ def main() -> int:
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    model = Model(options.target, options.kv, options.draft_head)
+    model = Model(options.target, options.kv, options.draft, options.draft_head)
     table = Table(title=f"Modelled for {options.target}, {options.kv}: decode, one slot", title_justify="left")
     for column in ("depth", "plain ms", "plain tok/s", f"K={options.draft} ms", f"tok/s at {options.accepted} a round"):
         table.add_column(column, justify="right")
@@ -178,13 +214,33 @@ def main() -> int:
     for tokens, rate in prefill.items():
         table.add_row(f"{tokens:,}", f"{rate:,.0f}")
     _console.print(table)
+    published = beside_published(model) if options.draft == 3 else []
     if options.json:
-        facts = {"target": options.target, "kv": options.kv, "decode": decode, "parts_us": parts, "prefill_tok_s": prefill,
+        facts = {"target": options.target, "kv": options.kv, "decode": decode, "parts_us": parts, "prefill_tok_s": prefill, "published": published,
                  "rows": {name: row.json() for name, row in model.rows.items()}}  # fmt: skip
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
     if options.plot:
         draw(model, options, options.plot)
     return 0
+
+
+def beside_published(model: Model) -> list[dict]:
+    """What others measured on this card at their depths and shares of accepted drafts, and what is modelled there."""
+    table = Table(title="Published measurements of others, and modelled here", title_justify="left")
+    for column in ("", "tokens", "drafts accepted", "measured, tok/s", "modelled, tok/s"):
+        table.add_column(column, justify="left" if not column else "right")
+    found = []
+    for kind, rows_ in (("decode", DECODE), ("prefill", PREFILL)):
+        for p in rows_:
+            if kind == "prefill":
+                modelled = model.prefill_rate(p.depth)
+            else:
+                modelled = (1 + 3 * (p.share or 0)) * 1e6 / model.round_us(p.depth, 0 if p.share is None else 3)
+            share = "" if p.share is None else f"{p.share:.1%}"
+            table.add_row(f"{kind}: {p.what}", f"{p.depth:,}", share, f"{p.tok_s:,.1f}", f"{modelled:,.1f}")
+            found.append({"kind": kind, **p._asdict(), "modelled": modelled})
+    _console.print(table)
+    return found
 
 
 def draw(model: Model, options: argparse.Namespace, path: Path) -> None:

@@ -32,7 +32,7 @@ from weights.quantised import Stored
 from weights.safetensors_file import CheckpointError, load_json
 
 MANIFEST, PARAMETERS = "manifest.json", "parameters"
-FORMAT, VERSION = "ninfer-jax artifact", 1
+FORMAT, VERSION = "ninfer-jax artifact", 2
 READERS = 2  # groups read at a time: one more than the device takes, so that the disk never waits
 
 LoadProgress = Callable[[int, int, str], None]

@@ -226,7 +226,7 @@ class _Conversion:
             yield sum(t.nbytes for t in tensors)
             return
         arrays = {field: np.empty(a.shape, a.dtype) for field, a in spec.arrays.items()}
-        axis = 1 if spec.stored.kind == "matrix" else 0
+        axis = spec.stored.axis
         at = dict.fromkeys(arrays, 0)
         rows = sum(t.shape[0] for t in tensors)
         per_row = sum(t.nbytes for t in tensors) / rows
@@ -235,7 +235,7 @@ class _Conversion:
         for row, block in blocks:
             for field, part in block.items():
                 place = slice(at[field], at[field] + part.shape[axis])
-                arrays[field][(slice(None), place) if axis else place] = part
+                arrays[field][(..., place) if axis else place] = part
                 at[field] = place.stop
             yield int(row * per_row) - counted
             counted = int(row * per_row)
@@ -318,7 +318,7 @@ class _Rows:
 
 
 def _repack(tensors: Sequence[_Rows], stored: Stored) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """As `quantise_tensors`, but with the codes and scales that the source has."""
+    """As `quantise_tensors`, but with the codes that the source has, and its scales as `pack` rounds them."""
     total = sum(t.shape[0] for t in tensors)
     for start in range(0, total, BLOCK_ROWS):
         stop, at, found = min(start + BLOCK_ROWS, total), 0, []
@@ -329,7 +329,7 @@ def _repack(tensors: Sequence[_Rows], stored: Stored) -> Iterator[tuple[int, dic
             at += tensor.shape[0]
         codes, scales = (np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
         weight = pack(jnp.asarray(codes).T, jnp.asarray(scales).T, bits=stored.bits)
-        yield stop, {"words": np.asarray(weight.words), "scales": np.asarray(weight.scales)}
+        yield stop, {field: np.asarray(getattr(weight, field)) for field in stored.fields}
 
 
 def _finite(name: str, values: np.ndarray, first_row: int) -> np.ndarray:

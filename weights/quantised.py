@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,7 +18,7 @@ BLOCK_ROWS = 8 * COLUMNS  # of a tensor, quantised at a time: 21 MB in float32 a
 
 @dataclass(frozen=True)
 class Stored:
-    """How a parameter is stored: kind `matrix` (multiplied: words and scales of a `QuantisedWeight`) or `rows` (looked up:
+    """How a parameter is stored: kind `matrix` (multiplied: the arrays of a `QuantisedWeight`) or `rows` (looked up:
     codes and scales of `QuantisedRows`); bits and group of its codes."""
 
     kind: str
@@ -27,8 +26,13 @@ class Stored:
     group: int
 
     @property
-    def fields(self) -> tuple[str, str]:
-        return ("words", "scales") if self.kind == "matrix" else ("codes", "scales")
+    def fields(self) -> tuple[str, ...]:
+        return ("words", "scales", "unit") if self.kind == "matrix" else ("codes", "scales")
+
+    @property
+    def axis(self) -> int:
+        """Along which the arrays of blocks of outputs are joined."""
+        return -1 if self.kind == "matrix" else 0
 
 
 @dataclass(frozen=True)
@@ -49,25 +53,22 @@ class ParameterSpec:
 def quantise_tensors(stored: Stored, tensors: Sequence[np.ndarray]) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """The stored arrays of `tensors` (each `[rows, inputs]`, one after another along rows), a block of rows at a time.
 
-    Yields (rows done, arrays of the block by field). The blocks of a `matrix` are joined along the last axis of both
-    fields, those of `rows` along the first: `join`. Every block has `BLOCK_ROWS` rows but the last.
+    Yields (rows done, arrays of the block by field). The blocks of a `matrix` are joined along the last axis of every
+    field, those of `rows` along the first: `join`. Every block has `BLOCK_ROWS` rows but the last.
     """
     total = sum(t.shape[0] for t in tensors)
     for start in range(0, total, BLOCK_ROWS):
         block = _rows(tensors, start, min(start + BLOCK_ROWS, total))
         if stored.kind == "matrix":
-            weight = quantise(jnp.asarray(block).T, bits=stored.bits, group=stored.group)
-            arrays = {"words": weight.words, "scales": weight.scales}
+            made = quantise(jnp.asarray(block).T, bits=stored.bits, group=stored.group)
         else:
-            rows = embedding.quantise_rows(jnp.asarray(block), bits=stored.bits, group=stored.group)
-            arrays = {"codes": rows.codes, "scales": rows.scales}
-        yield start + block.shape[0], jax.tree.map(np.asarray, arrays)
+            made = embedding.quantise_rows(jnp.asarray(block), bits=stored.bits, group=stored.group)
+        yield start + block.shape[0], {field: np.asarray(getattr(made, field)) for field in stored.fields}
 
 
 def join(stored: Stored, blocks: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The whole arrays by field from the blocks of `quantise_tensors`, in order."""
-    axis = 1 if stored.kind == "matrix" else 0
-    return {field: np.concatenate([block[field] for block in blocks], axis=axis) for field in stored.fields}
+    return {field: np.concatenate([block[field] for block in blocks], axis=stored.axis) for field in stored.fields}
 
 
 def _rows(tensors: Sequence[np.ndarray], start: int, stop: int) -> np.ndarray:

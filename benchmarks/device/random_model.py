@@ -20,6 +20,7 @@ from ninfer_jax.state import State
 from weights import ParameterSpec
 
 _SPREAD = {4: 4.6, 8: 73.0}  # standard deviation of uniform codes of so many bits
+_SCALES = 85, 42  # of groups, in units of the column: middle and how far they go to either side
 
 
 def _key(seed: int) -> jax.Array:
@@ -51,15 +52,18 @@ def _draw(parameter: ParameterSpec, key: jax.Array) -> dict[str, jax.Array]:
     if stored is None:
         ((field, struct),) = parameter.arrays.items()
         return {field: _plain(key, _kind(tensor.name), struct.shape, str(struct.dtype))}
-    codes, scales = (parameter.arrays[field] for field in stored.fields)
     inputs, outputs = tensor.shape[1], sum(t.shape[0] for t in parameter.tensors)
-    # Words of padded rows may be anything where their scales are 0; a looked-up table has no padding.
-    used = (-(-inputs // stored.group), outputs) if stored.kind == "matrix" else scales.shape
-    size = 1 / (_SPREAD[stored.bits] * (inputs**0.5 if stored.kind == "matrix" else 1.0))
     first, second = jax.random.split(key)
-    return {
-        stored.fields[0]: _codes(first, codes.shape, str(codes.dtype), stored.bits),
-        stored.fields[1]: _scales(second, scales.shape, used, size),
+    codes, scales = (parameter.arrays[field] for field in stored.fields[:2])
+    drawn = {stored.fields[0]: _codes(first, codes.shape, str(codes.dtype), stored.bits)}
+    if stored.kind == "rows":
+        return drawn | {"scales": _row_scales(second, scales.shape, 1 / _SPREAD[stored.bits])}
+    # Words of padded rows may be anything where their scales are 0.
+    groups = -(-inputs // stored.group)
+    unit = 1 / (_SPREAD[stored.bits] * inputs**0.5 * _SCALES[0])
+    return drawn | {
+        "scales": _scales(second, scales.shape, str(scales.dtype), groups),
+        "unit": jnp.where(jnp.arange(scales.shape[1]) < outputs, jnp.float32(unit), 0),
     }
 
 
@@ -74,11 +78,20 @@ def _codes(key: jax.Array, shape: tuple[int, int], dtype: str, bits: int) -> jax
     return jax.lax.bitcast_convert_type(drawn.reshape((*shape, width) if width > 1 else shape), jnp.dtype(dtype))
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "used", "size"))
-def _scales(key: jax.Array, shape: tuple[int, int], used: tuple[int, int], size: float) -> jax.Array:
-    drawn = jax.random.uniform(key, shape, jnp.float32, 0.5 * size, 1.5 * size)
-    inside = (jnp.arange(shape[0])[:, None] < used[0]) & (jnp.arange(shape[1]) < used[1])
-    return jnp.where(inside, drawn, 0).astype(jnp.bfloat16)
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "groups"))
+def _scales(key: jax.Array, shape: tuple[int, int], dtype: str, groups: int) -> jax.Array:
+    """Words of scales around `_SCALES[0]`, of so many groups; the rest of them 0. A byte is 128 + the scale."""
+    middle, spread = _SCALES
+    planes = jnp.dtype(dtype).itemsize
+    drawn = jax.random.randint(key, (*shape, planes), middle - spread, middle + spread + 1, jnp.int32)
+    group = jnp.arange(shape[0])[:, None, None] * planes + jnp.arange(planes)
+    drawn = 128 + jnp.where(group < groups, drawn, 0)
+    return jax.lax.bitcast_convert_type(drawn.astype(jnp.uint8), jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "size"))
+def _row_scales(key: jax.Array, shape: tuple[int, int], size: float) -> jax.Array:
+    return jax.random.uniform(key, shape, jnp.float32, 0.5 * size, 1.5 * size).astype(jnp.bfloat16)
 
 
 def _kind(name: str) -> str:
@@ -128,7 +141,8 @@ def _page_numbers(leaf: jax.Array, key: jax.Array) -> jax.Array:
 
 def place(state: State, lengths: tuple[int, ...], token: int, seed: int) -> State:
     """Every admitted slot as if it had consumed so many tokens and emitted `token` last: random recurrent and convolution
-    states (rewritten in place), which only the seed decides; the pages stay as they are. Slots of length 0 take no part."""
+    states (rewritten in place), which only the seed decides, and no row that waits; the pages stay as they are. Slots of
+    length 0 take no part."""
     key, slots = _key(seed), state.slots
     # An array at a time: few shapes to compile for, whatever the number of layers.
     recurrent, conv = (
@@ -140,7 +154,11 @@ def place(state: State, lengths: tuple[int, ...], token: int, seed: int) -> Stat
         length=jnp.asarray(length), active=jnp.asarray(length > 0), token=jnp.full(slots.token.shape, token, jnp.int32),
         drafts=jnp.zeros(slots.drafts.shape, jnp.int32),
     )  # fmt: skip
-    return state._replace(recurrent=recurrent, conv=conv, slots=slots)
+    pending = state.pending
+    if pending is not None:
+        nothing = jnp.zeros_like(pending.count)
+        pending = pending._replace(count=nothing, start=jnp.zeros_like(nothing))
+    return state._replace(recurrent=recurrent, conv=conv, slots=slots, pending=pending)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -275,13 +275,13 @@ class Session:
         return entry
 
     def ideal_bytes(self) -> int:
-        """What a round has to move for its verify pass: every weight but embedding and MTP head once, filled pages once, states
-        once. What drafting reads is not counted."""
+        """What a round has to move for its verify pass: every weight but embedding and MTP head once, filled pages once,
+        recurrent states read once and written once. What drafting reads is not counted."""
         with_roles = zip(self.parameters, self.programs.roles(), strict=True)
         weights = sum(nbytes(x) for x, role in with_roles if role not in ("embed", "mtp"))
         page = sum(nbytes(leaf) // leaf.shape[0] for pool in self.state.kv for leaf in jax.tree.leaves(pool))
         pages = sum(-(-int(d) // PAGE) for d in np.asarray(self.state.slots.length))
-        return weights + page * pages + sum(map(nbytes, (*self.state.recurrent, *self.state.conv)))
+        return weights + page * pages + 2 * sum(map(nbytes, self.state.recurrent))
 
 
 def emitted(outs: list[RoundOutput], slots: int) -> list[list[int]]:
@@ -306,8 +306,8 @@ def measure(
     stage.note(
         "`all accepted`: the drafts are those tokens that the model was seen to emit from the same start, written over the MTP "
         "head's proposals before each round; it still proposes, at its cost. Real acceptance depends on real weights. "
-        "`of_copy_speed`: bytes of weights (without embedding and MTP head), filled pages and states, over the round's time, "
-        "over the copy speed measured in the same run."
+        "`of_copy_speed`: bytes of weights (without embedding and MTP head), filled pages and recurrent states (read and "
+        "written), over the round's time, over the copy speed measured in the same run."
     )
     before = peak()
     with_mtp = next(iter(setups.values()))

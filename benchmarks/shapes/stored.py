@@ -60,10 +60,11 @@ class Stored:
     def columns(self, name: str, n: int) -> Iterator[np.ndarray]:
         """The `n` columns of a matrix without its padding as float32 rows `[columns, K]`, some at a time."""
         about = self._about[name]
-        words, scales = self._array(name, "words"), self._array(name, "scales")
+        words, scales, unit = (self._array(name, field) for field in ("words", "scales", "unit"))
         for start in range(0, n, _COLUMNS):
             stop = min(start + _COLUMNS, -(-n // 8) * 8)
-            values = matrix_values(words[:, start * 32 : stop * 32], scales[:, start:stop], about["bits"], about["group_size"])
+            part = words[:, start * 32 : stop * 32], scales[:, start:stop], unit[start:stop]
+            values = matrix_values(*part, about["bits"], about["group_size"])
             yield values[: n - start]
 
     def _tensors(self, name: str, short: str, wanted: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -86,8 +87,9 @@ class Stored:
         return np.memmap(content, dtype, "r", shape=tuple(array["shape"]))
 
 
-def matrix_values(words: np.ndarray, scales: np.ndarray, bits: int, group: int) -> np.ndarray:
-    """int16 `[K / (16 / bits) / 32, N * 32]` and bf16 scales `[K / group, N]` -> float32 `[N, padded K]`."""
+def matrix_values(words: np.ndarray, scales: np.ndarray, unit: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """int16 `[K / (16 / bits) / 32, N * 32]`, scales `[tiles, N]` of int32 (4 bits) or int16 and float32 unit `[N]` -> float32
+    `[N, padded K]`."""
     p = np.arange(32)
     lane, half, b3, b0 = p >> 3, p >> 2 & 1, p >> 1 & 1, p & 1
     place = np.argsort(16 * half + 8 * b3 + 2 * lane + b0)  # of the input's word among a column's 32
@@ -100,7 +102,8 @@ def matrix_values(words: np.ndarray, scales: np.ndarray, bits: int, group: int) 
     for plane in range(planes):
         values[:, :, plane] = meaning[ordered >> (bits * plane) & ((1 << bits) - 1)]
     values = values.reshape(n, -1, group)
-    values *= np.asarray(scales, np.float32).T[:, :, None]
+    bytes_ = np.ascontiguousarray(scales.T).view(np.uint8).reshape(n, -1)  # tile by tile, its groups in order
+    values *= ((bytes_.astype(np.float32) - 128) * np.asarray(unit)[:, None])[:, :, None]
     return values.reshape(n, -1)
 
 

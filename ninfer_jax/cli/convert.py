@@ -12,9 +12,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory (safetensors, plain or quantised), or a .gguf file.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory (plain or quantised), a .gguf file, or `tiny`.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The artifact's directory: empty, not there, or interrupted.")],
-    recipe: Annotated[str, typer.Option(help="Formats of the weights: q4 or w8.")] = "q4",
+    recipe: Annotated[str, typer.Option(help="Formats of the weights: q4, q4-quality or w8.")] = "q4",
     draft_head: Annotated[int, typer.Option(help="Rows of a reduced head for drafts, picked by --draft-text; 0: none.")] = 0,
     draft_text: Annotated[Path | None, typer.Option(help="A text like those to be written, UTF-8: its tokens are kept first.")] = None,
 ) -> None:
@@ -38,7 +38,10 @@ def _run(console: Console, source: Path, destination: Path, recipe: str, drafts:
 
     jax.config.update("jax_platforms", "cpu")  # a card's memory is for the engine, and its rounding is not the CPU's
     from ninfer_jax.engine.convert import convert as run
+    from weights import tiny_path
 
+    if source == Path("tiny") and not source.exists():
+        source = tiny_path()
     # Where a write fails, Orbax's other writers complain that nobody waits for them any more; the error itself is raised.
     sys.unraisablehook = lambda unraisable: None
 

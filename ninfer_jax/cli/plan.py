@@ -20,7 +20,7 @@ _Option = typer.Option
 OVER_BUDGET = 3
 
 Model = Annotated[str, typer.Argument(metavar="MODEL|PRESET", help="A model directory, or qwen3_6_27b, qwen3_8_27b.")]
-Recipe = Annotated[str | None, _Option(help="Formats of the weights: q4, w8; default: as the model has them.")]
+Recipe = Annotated[str | None, _Option(help="Formats of the weights: q4, q4-quality, w8; default: as the model has them.")]
 Context = Annotated[int | None, _Option(help="Capacity of a slot in tokens; default: the model's own, up to 262144.")]
 Kv = Annotated[str | None, _Option(help="KV format: f32, bf16, int8, rk8v4, rk4v4, rk4v4-e8.")]
 Draft = Annotated[int, _Option(help="Tokens the MTP head drafts a round, 0 to 5.")]

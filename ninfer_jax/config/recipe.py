@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Codes of `bits` with a bf16 scale per `group` inputs. activations: `int8` rounds a prefill chunk's activations to
+    """Codes of `bits` with a scale per `group` inputs. activations: `int8` rounds a prefill chunk's activations to
     8 bits, which tensor cores multiply twice as fast; `bf16` keeps them. Decode steps always keep them."""
 
     bits: int
@@ -48,17 +48,23 @@ class Recipe:
         return cls(content["name"], formats, draft_head=content["draft_head"])
 
 
-_W4, _W8 = WeightFormat(4, 64), WeightFormat(8, 32)
+# 8 bits in groups of 128 are still 20 dB and more closer to the weights than 4 bits in groups of 64 (docs/artifact.md).
+_W4, _W8, _ROWS8 = WeightFormat(4, 64), WeightFormat(8, 128), WeightFormat(8, 32)
 # Decay and write strength steer a state over the whole context, and the head decides near ties: both keep their inputs.
-_GATES, _HEAD = WeightFormat(8, 32, "bf16"), WeightFormat(8, 32, "bf16")
+_FINE = WeightFormat(8, 128, "bf16")
 RECIPES = {
     "q4": Recipe(
-        "q4", {"attention": _W4, "gdn": _W4, "mlp": _W4, "embed": _W4, "gdn_gate": _GATES, "head": _HEAD, "mtp": _W8}
+        "q4", {"attention": _W4, "gdn": _W4, "mlp": _W4, "embed": _W4, "gdn_gate": _FINE, "head": _FINE, "mtp": _W8}
     ),
     "w8": Recipe(
-        "w8", {"attention": _W8, "gdn": _W8, "mlp": _W8, "embed": _W8, "gdn_gate": _GATES, "head": _HEAD, "mtp": _W8}
+        "w8", {"attention": _W8, "gdn": _W8, "mlp": _W8, "embed": _ROWS8, "gdn_gate": _FINE, "head": _FINE, "mtp": _W8}
     ),
 }
+
+# Of the roles that q4 has in 4 bits, the two whose 8 bits take away most divergence for the bytes that they add on the 27B,
+# and with which its whole context still fits the card (docs/quality.md).
+_FINER = ("gdn", "embed")
+RECIPES["q4-quality"] = Recipe("q4-quality", {**RECIPES["q4"].formats, **{role: RECIPES["w8"].formats[role] for role in _FINER}})
 
 
 def recipe(name: str) -> Recipe:

@@ -22,7 +22,7 @@ FRACTION, PREALLOCATE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCAT
 CHOSEN = ("XLA_PYTHON_CLIENT_MEM_FRACTION", FRACTION, PREALLOCATE, "XLA_PYTHON_CLIENT_ALLOCATOR")
 # Temporaries of the programs that serve (110 MB for the 27B at a prefill chunk of 1,024, compiled), and of loading.
 WORKSPACE = 256 << 20
-# The programs' code lies outside of JAX's block (16.5 MB for the 27B, compiled), and so do the driver's own buffers: allowance.
+# The programs' code lies outside of JAX's block (17.6 MB for the 27B, compiled), and so do the driver's own buffers: allowance.
 OUTSIDE = 64 << 20
 
 

@@ -30,7 +30,7 @@ def expand(spec: ParameterSpec, arrays: dict[str, np.ndarray], dtype: jnp.dtype)
         size = spec.tensors[0].shape[1]
         values = huge_pages.empty((rows, size), dtype)
         if stored.kind == "matrix":
-            weight = QuantisedWeight(own["words"], own["scales"], stored.bits, stored.group, (size, rows))
+            weight = QuantisedWeight(**own, bits=stored.bits, group=stored.group, shape=(size, rows))
         else:
             table = embedding.QuantisedRows(own["codes"], own["scales"], stored.bits, stored.group)
         for start in range(0, rows, BLOCK_ROWS):

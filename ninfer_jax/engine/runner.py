@@ -36,7 +36,8 @@ class Runner:
 
     @property
     def state(self) -> State:
-        """The device state as it stands, a round that was started ahead included; the next call reuses its buffers."""
+        """The device state as it stands, a round that was started ahead included; the next call reuses its buffers. Rows may
+        be missing from its recurrent states, see `settle`."""
         return self._state
 
     @property
@@ -53,6 +54,10 @@ class Runner:
     def free_tokens(self) -> int:
         """Tokens that the pages hold which no sequence has reserved."""
         return self._pages.free_tokens
+
+    def settle(self) -> None:
+        """Let the rows that wait for the next round enter the recurrent states now, to be looked at in `state`."""
+        self._state = self._programs.settle(self._state)
 
     def submit(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)

@@ -1,7 +1,7 @@
 """Teacher-forced decode steps with all logits.
 
-A decode round gives out at most the 20 most likely tokens, because nobody who generates needs more. Here the same two
-functions that a round is made of, verify and fold, are compiled with the text's next token in place of the drawn one and
+A decode round gives out at most the 20 most likely tokens, because nobody who generates needs more. Here the same
+functions that a round is made of are compiled with the text's next token in place of the drawn one and
 with every logit as the result. On a CPU that is the round's own loop body, so the bits are those of decoding.
 """
 
@@ -21,8 +21,9 @@ from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs import Programs
 from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
+from ninfer_jax.programs.pending import accept
 from ninfer_jax.programs.programs import _compiler_options
-from ninfer_jax.programs.verify import fold_rows_together, verify_rows_together
+from ninfer_jax.programs.verify import verify_rows_together
 from ninfer_jax.state import State
 from pallas_kernels.launch import lowering_for
 
@@ -87,15 +88,16 @@ class ForcedSequence:
 
     def recurrent(self) -> list[np.ndarray]:
         """The recurrent states as they stand, float32 `[value_heads, key_dim, value_dim]`, one a GDN layer."""
+        self._runner.settle()
         return [np.asarray(layer[self._slot]) for layer in self._runner.state.recurrent]
 
 
 def _compile_step(programs: Programs) -> Callable[..., tuple[State, jax.Array]]:
-    build, kv, together = programs.build, programs.shape.kv, programs.platform != "cpu"
+    build, kv = programs.build, programs.shape.kv
     _, (parameters, state), _ = programs.source("decode_round")
 
     def step(parameters: SequenceOf[jax.Array], state: State, slot: jax.Array, token: jax.Array) -> tuple[State, jax.Array]:
-        return forced_step(build(parameters), state, slot, token, kv, together)
+        return forced_step(build(parameters), state, slot, token, kv)
 
     integer = jax.ShapeDtypeStruct((), jnp.int32)
     with lowering_for(programs.platform):
@@ -104,19 +106,19 @@ def _compile_step(programs: Programs) -> Callable[..., tuple[State, jax.Array]]:
 
 
 def forced_step(
-    model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: str, rows_together: bool
+    model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: str
 ) -> tuple[State, jax.Array]:
-    """One row of one slot through verify and fold, as `decode_round` does it; the state, and float32 logits `[vocab rows]`.
+    """One row of one slot through the layers and into its states, as `decode_round` does it; the state, and float32 logits `[vocab rows]`.
     slot, token: int32 scalars. Nothing is drawn or drafted, and the other slots stay as they are."""
     slots = state.slots
     mine = jnp.arange(slots.length.shape[0]) == slot
     rows = jnp.where(mine, token, 0)[:, None]
     here = state._replace(slots=slots._replace(active=mine))
     emitted = mine.astype(jnp.int32)
-    if rows_together:
-        verified = verify_rows_together(model, here, rows, kv)
-        logits = model.logits(verified.hidden[:, 0])
-        after = fold_rows_together(here._replace(kv=verified.kv), verified.replays, emitted)
+    if state.pending is not None:
+        hidden, here = verify_rows_together(model, here, rows, kv)
+        logits = model.logits(hidden[:, 0])
+        after = accept(here, mine, emitted)
     else:
         done, pools, recurrent = verify_rows_one_by_one(model, here, rows, kv)
         logits = done.logits[:, 0]

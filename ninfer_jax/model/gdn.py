@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ninfer_jax.config import ModelConfig, Recipe
-from ninfer_jax.model.layers import RMSNorm, describe, projection
+from ninfer_jax.model.layers import RMSNorm, describe, pair, projection
 
 # From `projected` `[tokens, channels + values]` (raw convolution inputs, gate z) and `ab` `[tokens, 2 * value_heads]` to
 # gated outputs `[tokens, value_heads * value_dim]`.
@@ -59,7 +59,7 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(self, h: jax.Array, norm: RMSNorm, recur: Recur) -> jax.Array:
         """h `[tokens, hidden]` plus the mixer over its norm."""
-        return self.out_proj(recur(self.in_proj(h, norm=norm), self.gate_proj(h, norm=norm)), residual=h)
+        return self.out_proj(recur(*pair(self.in_proj, self.gate_proj, h, norm)), residual=h)
 
     @property
     def constants(self) -> Constants:

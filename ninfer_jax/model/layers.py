@@ -14,7 +14,9 @@ from flax import nnx
 
 from ninfer_jax.config import Recipe, WeightFormat
 from pallas_kernels import embedding
-from pallas_kernels.matmul import DECODE_ROWS, QuantisedWeight, linear, quantised, quantised_linear
+from pallas_kernels.matmul import (
+    DECODE_ROWS, PAIR_ROWS, QuantisedWeight, linear, quantised, quantised_linear, quantised_linear_pair,
+)  # fmt: skip
 from pallas_kernels.norms import rms_norm
 from weights import Stored
 
@@ -117,7 +119,7 @@ class QuantisedLinear(nnx.Module):
 
     @property
     def quantised(self) -> QuantisedWeight:
-        return QuantisedWeight(self.words[...], self.scales[...], self.format.bits, self.format.group, self.shape)
+        return QuantisedWeight(self.words[...], self.scales[...], self.unit[...], self.format.bits, self.format.group, self.shape)
 
     def __call__(
         self, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None, swiglu: bool = False,
@@ -129,6 +131,17 @@ class QuantisedLinear(nnx.Module):
             x, self.quantised, residual=residual, swiglu=swiglu, activations=activations, out_dtype=out_dtype or x.dtype,
             **prologue,
         )  # fmt: skip
+
+
+def pair(
+    wide: Linear | QuantisedLinear, narrow: Linear | QuantisedLinear, x: jax.Array, norm: RMSNorm
+) -> tuple[jax.Array, jax.Array]:
+    """`wide(x, norm=norm)` and `narrow(x, norm=norm)`; a decode step's rows in one launch where both are quantised."""
+    if isinstance(wide, QuantisedLinear) and isinstance(narrow, QuantisedLinear) and x.shape[0] <= PAIR_ROWS:
+        return quantised_linear_pair(
+            x, wide.quantised, narrow.quantised, norm=norm.weight[...], eps=norm.eps, out_dtype=x.dtype
+        )
+    return wide(x, norm=norm), narrow(x, norm=norm)
 
 
 def projection(

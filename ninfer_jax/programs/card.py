@@ -26,7 +26,9 @@ class Compilation:
     """Compiled facts of one program (times measured where it was compiled).
 
     kernels: launches a step makes, by kernel name; copies: device copies among its steps. The branches of conditionals
-    are counted apart, in `branch_kernels` and `branch_copies`: of each, one runs. Byte counts are XLA's buffers.
+    are counted apart, in `branch_kernels` and `branch_copies`: of each, one runs. shortest: launches, copies and fills of a
+    step that takes the branch with fewest of them each time; in a round that is greedy sampling without log-probabilities.
+    Byte counts are XLA's buffers.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Compilation:
     conditionals: int
     copies: int
     branch_copies: int
+    shortest: int
     argument_bytes: int
     output_bytes: int
     aliased_bytes: int
@@ -96,8 +99,34 @@ def facts_of(
         conditionals=counts["conditionals"],
         copies=counts["step", "copy"],
         branch_copies=counts["branch", "copy"],
+        shortest=shortest_path(thunks),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
     )
+
+
+def shortest_path(thunks: str) -> int:
+    """Steps of XLA's dump `thunks` that run if of every conditional the branch with fewest of them is taken."""
+    # A branch without steps says so on the line that names the next one.
+    lines = [line for line in re.sub(r"No thunks\.", "\n", thunks).splitlines() if line.strip()]
+
+    def depth(line: str) -> int:
+        return len(line) - len(line.lstrip())
+
+    def block(at: int, inside: int) -> tuple[int, int]:
+        """Steps of the block that starts at line `at`, indented by at least `inside`, and the line after it."""
+        steps = 0
+        while at < len(lines) and depth(lines[at]) >= inside:
+            conditional, here = "kConditional" in lines[at], depth(lines[at])
+            steps, at = steps + (_THUNK.match(lines[at]) is not None and not conditional), at + 1
+            if conditional:
+                branches = []
+                while at < len(lines) and depth(lines[at]) > here:
+                    taken, at = block(at + 1, depth(lines[at]) + 1)
+                    branches.append(taken)
+                steps += min(branches, default=0)
+        return steps, at
+
+    return block(0, 0)[0]

@@ -11,7 +11,8 @@ from ninfer_jax.decoding import Choice, SamplingState, choose, choose_among, cho
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs.draft import propose
 from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
-from ninfer_jax.programs.verify import fold_rows_together, verify_rows_together
+from ninfer_jax.programs.pending import accept
+from ninfer_jax.programs.verify import verify_rows_together
 from ninfer_jax.state import State
 
 
@@ -31,28 +32,23 @@ class RoundOutput(NamedTuple):
     top_logprobs: jax.Array
 
 
-def decode_round(
-    model: TextModel, state: State, kv: str, valid_ids: int, rows_together: bool
-) -> tuple[State, RoundOutput]:
-    """Rows [token, drafts] of every slot through the model, then everything that follows from their logits.
-
-    rows_together: all rows in one pass, as a GPU's tiles want it; otherwise one after another (see one_by_one.py).
-    """
+def decode_round(model: TextModel, state: State, kv: str, valid_ids: int) -> tuple[State, RoundOutput]:
+    """Rows [token, drafts] of every slot through the model, then everything that follows from their logits: all rows in one
+    pass where the state is made for it, as a GPU's tiles want it; otherwise one after another (see one_by_one.py)."""
     slots = state.slots
     rows = jnp.concatenate([slots.token[:, None], slots.drafts], axis=1)
+    rows_together = state.pending is not None
     if rows_together:
-        verified = verify_rows_together(model, state, rows, kv)
-        hidden, pools = verified.hidden, verified.kv
+        hidden, state = verify_rows_together(model, state, rows, kv)
         choice = choose_rows(model, hidden, state.sampling, slots.drafts, valid_ids)
     else:
         done, pools, recurrent = verify_rows_one_by_one(model, state, rows, kv)
         hidden = done.hidden[:, : rows.shape[1]]
-        state = state._replace(recurrent=recurrent)
+        state = state._replace(kv=pools, recurrent=recurrent)
         choice = choose_what_is_asked(done.logits, state.sampling, slots.drafts, valid_ids)
     verdict = judge(choice.token, slots.drafts, state.sampling.stop_ids, slots.left, slots.active)
-    state = state._replace(kv=pools)
     if rows_together:
-        state = fold_rows_together(state, verified.replays, verdict.emitted)
+        state = accept(state, slots.active, verdict.emitted)
     else:
         state = fold_rows_one_by_one(state, done, verdict.emitted)
     before = slots.length

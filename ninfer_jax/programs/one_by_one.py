@@ -18,12 +18,30 @@ import jax.numpy as jnp
 
 from ninfer_jax.config import MAX_DRAFT
 from ninfer_jax.model import TextModel
-from ninfer_jax.programs.verify import Replay, Verified, verify_rows_together
+from ninfer_jax.model.gdn import GatedDeltaNet
+from ninfer_jax.programs.verify import rows_through
 from ninfer_jax.state import State
+from pallas_kernels.delta_decode import decode_rows
 from pallas_kernels.delta_fold import shift_window
 from pallas_kernels.delta_rule import Transitions, replay_rows
 from pallas_kernels.elementary import opaque_zero
 from pallas_kernels.kv_pages import KVPages
+
+
+class Replay(NamedTuple):
+    """Records of one GDN layer (S slots, R rows): transitions `[S, R, ...]`, and its projections `[S * R, ...]`, whose
+    leading columns are the raw convolution inputs."""
+
+    transitions: Transitions
+    projected: jax.Array
+
+
+class Verified(NamedTuple):
+    """Final-normed hidden `[S, R, hidden]`; the pools with the rows' keys and values; one `Replay` a GDN layer."""
+
+    hidden: jax.Array
+    kv: tuple[KVPages, ...]
+    replays: tuple[Replay, ...]
 
 
 class Rows(NamedTuple):
@@ -59,6 +77,21 @@ class Rows(NamedTuple):
         return jax.tree.map(read, self.records[0])
 
 
+def verify_rows(model: TextModel, state: State, rows: jax.Array, kv: str) -> Verified:
+    """rows int32 `[S, R]` after the states as they are, which are only read; the loop below calls it for one row."""
+    zero = opaque_zero(state.slots.length)
+    replays = []
+
+    def core(at: int, mixer: GatedDeltaNet, projected: jax.Array, ab: jax.Array) -> jax.Array:
+        states = state.conv[at], state.recurrent[at]
+        out, transitions = decode_rows(projected, ab, *states, *mixer.constants, zero, rows=rows.shape[1], eps=mixer.eps)
+        replays.append(Replay(transitions, projected))
+        return out
+
+    hidden, pools = rows_through(model, state, rows, kv, core)
+    return Verified(hidden, pools, tuple(replays))
+
+
 def verify_rows_one_by_one(
     model: TextModel, state: State, rows: jax.Array, kv: str
 ) -> tuple[Rows, tuple[KVPages, ...], tuple[jax.Array, ...]]:
@@ -68,7 +101,7 @@ def verify_rows_one_by_one(
     rows = jnp.pad(rows, ((0, 0), (0, MAX_DRAFT + 1 - width)))
     mine, put_back = _one_slot_of(count)
     alone = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), _slot_arrays(state))
-    shapes = jax.eval_shape(lambda a: verify_rows_together(model, _with_slot(state, a), rows[:1, :1], kv), alone)
+    shapes = jax.eval_shape(lambda a: verify_rows(model, _with_slot(state, a), rows[:1, :1], kv), alone)
     zero = opaque_zero(state.slots.length)
 
     def one_slot(slot: jax.Array, carry: tuple) -> tuple:
@@ -80,7 +113,7 @@ def verify_rows_one_by_one(
             # The row before enters the states only now, because the last one never has to: plain decoding folds nothing here.
             recurrent = _replay(recurrent, out, slot, jnp.maximum(row - 1, 0), row, zero)
             token = jax.lax.dynamic_slice(rows, (slot, row), (1, 1))
-            done = verify_rows_together(model, _with_slot(state._replace(kv=pools), (slots, recurrent, conv)), token, kv)
+            done = verify_rows(model, _with_slot(state._replace(kv=pools), (slots, recurrent, conv)), token, kv)
             raw = [raw_inputs(replay, c.shape[-1]) for c, replay in zip(conv, done.replays, strict=True)]
             conv = tuple(jnp.concatenate([c, r], axis=1)[:, 1:] for c, r in zip(conv, raw, strict=True))
             after = (slots._replace(length=slots.length + 1), recurrent, conv)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ninfer_jax.model import TextModel
 from ninfer_jax.model.attention import Attention
 from ninfer_jax.model.gdn import GatedDeltaNet
+from ninfer_jax.programs.pending import settle
 from ninfer_jax.state import State
 from pallas_kernels.delta_prefill import delta_prefill
 from pallas_kernels.kv_pages import KVPages
@@ -29,6 +30,7 @@ class PrefillInputs(NamedTuple):
 
 def prefill_chunk(model: TextModel, state: State, inputs: PrefillInputs, kv: str) -> tuple[State, jax.Array]:
     """Appends the chunk to the slot; returns the state and the final-normed hidden `[chunk, hidden]` of its rows."""
+    state = settle(state, model.config.conv_width, inputs.slot)
     slot, count = inputs.slot, inputs.count
     chunk = inputs.tokens.shape[0]
     start, table = state.slots.length[slot], state.slots.table[slot]

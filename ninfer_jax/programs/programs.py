@@ -14,6 +14,7 @@ from flax import nnx
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs.decode import RoundOutput, begin, decode_round
+from ninfer_jax.programs.pending import settle
 from ninfer_jax.programs.prefill import PrefillInputs, prefill_chunk
 from ninfer_jax.programs.slots import Admission, admission, admit, release
 from ninfer_jax.state import State, StateShape, allocate_state, state_struct
@@ -25,19 +26,18 @@ ALWAYS = ("allocate", "admit", "release", "prefill", "begin", "decode_round")
 
 
 class Programs:
-    """`allocate`, `admit`, `release`, `prefill`, `begin`, `decode_round` and `head`, each for exactly one shape.
+    """`allocate`, `admit`, `release`, `prefill`, `begin`, `decode_round`, `head` and `settle`, each for exactly one shape.
 
     Parameters go in as the leaves of the model's state, `jax.tree.leaves(fill(...))`: to flatten the state itself would
     take longer than everything else the host does in a round (0.6 of 1.1 ms for 160 arrays, measured on a CPU).
     All but `allocate` and `head` take the state, whose buffers they reuse, and return the new one first. `compile_all`
-    compiles everything but `head`; that one (logits of a whole chunk, for scoring) is compiled when first asked for.
-    platform: "cpu" or "cuda". rows_together: verify all rows of a round in one pass; by default not on a CPU.
+    compiles everything but `head` (logits of a whole chunk, for scoring) and `settle` (states that nothing is missing from,
+    to be looked at); these are compiled when first asked for. platform: "cpu" or "cuda".
     """
 
-    def __init__(
-        self, model: TextModel, shape: StateShape, prefill_chunk_tokens: int, valid_ids: int, platform: str,
-        rows_together: bool | None = None,
-    ):  # fmt: skip
+    def __init__(self, model: TextModel, shape: StateShape, prefill_chunk_tokens: int, valid_ids: int, platform: str):
+        if platform != "cpu" and not shape.rows_together:
+            raise ValueError(f"rows_together is false in the state's shape: rows one by one are for a CPU, not for {platform}")
         graph, described = nnx.split(model)
         leaves, structure = jax.tree.flatten(described)
         self.shape, self.chunk, self.config = shape, prefill_chunk_tokens, model.config
@@ -46,7 +46,8 @@ class Programs:
 
         self._graph, self._structure = graph, structure
         self._roles = [leaf.get_metadata()["role"] for _, leaf in nnx.to_flat_state(described)]
-        self._functions = _functions(self.build, shape.kv, valid_ids, platform != "cpu" if rows_together is None else rows_together)
+        self._functions = _functions(self.build, shape.kv, valid_ids)
+        self._functions["settle"] = (partial(settle, width=model.config.conv_width), (0,))
         self._functions["allocate"] = (partial(allocate_state, model.config, shape), ())
         self._compiled: dict[str, Compiled] = {}
 
@@ -54,7 +55,7 @@ class Programs:
         """A tree of placeholders with the structure of what the named program returns."""
         state = state_struct(self.config, self.shape)
         outputs = RoundOutput(*RoundOutput._fields)
-        return {"allocate": state, "admit": state, "release": state, "prefill": (state, 0), "head": 0}.get(name, (state, outputs))
+        return {"allocate": state, "admit": state, "release": state, "settle": state, "prefill": (state, 0), "head": 0}.get(name, (state, outputs))
 
     def adopt(self, name: str, compiled: Compiled) -> None:
         """Use `compiled` as the named program."""
@@ -101,6 +102,10 @@ class Programs:
     def release(self, state: State, slot: jax.Array) -> State:
         return self._get("release")(state, slot)
 
+    def settle(self, state: State) -> State:
+        """`state` with all that was accepted in its recurrent states; itself where nothing ever waits."""
+        return state if state.pending is None else self._get("settle")(state)
+
     def prefill(self, parameters: Sequence[jax.Array], state: State, inputs: PrefillInputs) -> tuple[State, jax.Array]:
         return self._get("prefill")(parameters, state, inputs)
 
@@ -131,6 +136,8 @@ class Programs:
             return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
         if name == "release":
             return state, integer
+        if name == "settle":
+            return (state,)
         if name == "prefill":
             positions = jax.ShapeDtypeStruct((3, self.chunk), jnp.int32)
             return self._parameters, state, PrefillInputs(integer, tokens, tokens, integer, positions)
@@ -151,7 +158,7 @@ def _compiler_options(name: str, platform: str) -> dict[str, str] | None:
 
 
 def _functions(
-    build: Callable[[Sequence[jax.Array]], TextModel], kv: str, valid_ids: int, rows_together: bool
+    build: Callable[[Sequence[jax.Array]], TextModel], kv: str, valid_ids: int
 ) -> dict[str, tuple[Callable[..., Any], tuple[int, ...]]]:
     """Each program as a function of arrays, and the arguments it may overwrite."""
 
@@ -163,6 +170,6 @@ def _functions(
         "release": (release, (0,)),
         "prefill": (with_model(partial(prefill_chunk, kv=kv)), (1,)),
         "begin": (with_model(partial(begin, kv=kv, valid_ids=valid_ids)), (1,)),
-        "decode_round": (with_model(partial(decode_round, kv=kv, valid_ids=valid_ids, rows_together=rows_together)), (1,)),
+        "decode_round": (with_model(partial(decode_round, kv=kv, valid_ids=valid_ids)), (1,)),
         "head": (with_model(lambda model, hidden: model.logits(hidden)), ()),
     }

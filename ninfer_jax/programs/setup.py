@@ -61,7 +61,7 @@ def resolve(
     kv = check_format(engine.kv or ("bf16" if on_card else "f32"), model.head_dim)
     if engine.draft and not model.mtp_layers:
         raise ValueError(f"draft is {engine.draft}, but the model has no MTP head to draft with; use draft 0")
-    return Setup(model, state_shape(model, engine, kv, dtype), engine.prefill_chunk, valid_ids, platform, recipe)
+    return Setup(model, state_shape(model, engine, kv, dtype, rows_together=on_card), engine.prefill_chunk, valid_ids, platform, recipe)
 
 
 def model_of(name: str) -> tuple[ModelConfig, int]:

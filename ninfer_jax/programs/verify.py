@@ -1,14 +1,13 @@
-"""The verify pass as a GPU wants it: rows [token, drafts] of all slots through the text tower together, and the fold that
-makes the accepted ones permanent.
+"""The verify pass as a GPU wants it: rows [token, drafts] of all slots through the text tower together.
 
-Recurrent states are only read here. Each GDN layer leaves replay records (k, v, decay, beta, raw convolution input), 86 times
-smaller than a copy of its state for the 27B, from which the fold replays as many rows as were accepted. `one_by_one` is
-the form for a CPU.
+Each GDN layer first lets the rows enter its state that the round before accepted, and leaves records of its own rows (k, v,
+decay, beta, raw convolution input) for the round after: a state is read once and written once a round. `pending` says which
+rows wait; `one_by_one` is the form for a CPU, where none do.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,30 +19,37 @@ from ninfer_jax.model.gdn import GatedDeltaNet
 from ninfer_jax.state import State
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.delta_decode import delta_decode
-from pallas_kernels.delta_fold import delta_fold
-from pallas_kernels.delta_rule import Transitions
 from pallas_kernels.elementary import opaque_zero
 from pallas_kernels.kv_pages import KVPages
 
-
-class Replay(NamedTuple):
-    """Records of one GDN layer (S slots, R rows): transitions `[S, R, ...]`, and its projections `[S * R, ...]`, whose
-    leading columns are the raw convolution inputs."""
-
-    transitions: Transitions
-    projected: jax.Array
+# The core of GDN layer `at` over all rows, from its `projected` and `ab` (see model.gdn) to its outputs.
+Core = Callable[[int, GatedDeltaNet, jax.Array, jax.Array], jax.Array]
 
 
-class Verified(NamedTuple):
-    """Final-normed hidden `[S, R, hidden]`; the pools with the rows' keys and values; one `Replay` a GDN layer."""
+def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: str) -> tuple[jax.Array, State]:
+    """rows int32 `[S, R]`, all in one pass: every weight is read once for the whole round. Returns final-normed hidden
+    `[S, R, hidden]` and the state with the rows' keys, values and records; `pending.accept` says how many are to stay."""
+    slots, pending = state.slots, state.pending
+    # A slot that takes no part keeps what waits in it.
+    count = jnp.where(slots.active, pending.count, -1)
+    zero = opaque_zero(slots.length)
+    recurrent, conv, records = list(state.recurrent), list(state.conv), list(pending.records)
 
-    hidden: jax.Array
-    kv: tuple[KVPages, ...]
-    replays: tuple[Replay, ...]
+    def core(at: int, mixer: GatedDeltaNet, projected: jax.Array, ab: jax.Array) -> jax.Array:
+        out, conv[at], recurrent[at], records[at] = delta_decode(
+            projected, ab, conv[at], recurrent[at], records[at], pending.start, count, *mixer.constants, zero,
+            rows=rows.shape[1], eps=mixer.eps,
+        )  # fmt: skip
+        return out
+
+    hidden, pools = rows_through(model, state, rows, kv, core)
+    pending = pending._replace(records=tuple(records))
+    return hidden, state._replace(kv=pools, recurrent=tuple(recurrent), conv=tuple(conv), pending=pending)
 
 
-def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: str) -> Verified:
-    """rows int32 `[S, R]`, all in one pass: every weight is read once for the whole round."""
+def rows_through(model: TextModel, state: State, rows: jax.Array, kv: str, core: Core) -> tuple[jax.Array, tuple[KVPages, ...]]:
+    """rows int32 `[S, R]` through all layers -> final-normed hidden `[S, R, hidden]`, and the pools with their keys and
+    values."""
     slots = state.slots
     count, width = rows.shape
     position = slots.length[:, None] + jnp.arange(width)
@@ -53,8 +59,7 @@ def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: st
     turned = (position + slots.rope_delta[:, None]).reshape(-1)
     cos, sin = model.rotary(jnp.broadcast_to(turned, (3, count * width)))
     h = model.embed(rows.reshape(-1))
-    zero = opaque_zero(slots.length)
-    pools, replays = list(state.kv), []
+    pools = list(state.kv)
     attention_at = linear_at = 0
     for layer in model.layers:
         if hasattr(layer, "self_attn"):
@@ -69,22 +74,8 @@ def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: st
         else:
 
             def recur(projected: jax.Array, ab: jax.Array, at: int = linear_at, mixer: GatedDeltaNet = layer.linear_attn) -> jax.Array:
-                states = state.conv[at], state.recurrent[at]
-                out, transitions = delta_decode(projected, ab, *states, *mixer.constants, zero, rows=width, eps=mixer.eps)
-                replays.append(Replay(transitions, projected))
-                return out
+                return core(at, mixer, projected, ab)
 
             h = layer.linear_attention(h, recur)
             linear_at += 1
-    return Verified(model.norm(h).reshape(count, width, -1), tuple(pools), tuple(replays))
-
-
-def fold_rows_together(state: State, replays: tuple[Replay, ...], emitted: jax.Array) -> State:
-    """Recurrent and convolution states after the first `emitted[slot]` rows, int32 `[S]`."""
-    zero = opaque_zero(state.slots.length)
-    recurrent, conv = list(state.recurrent), list(state.conv)
-    for at, replay in enumerate(replays):
-        recurrent[at], conv[at] = delta_fold(
-            recurrent[at], conv[at], replay.transitions, replay.projected, emitted, zero
-        )
-    return state._replace(recurrent=tuple(recurrent), conv=tuple(conv))
+    return model.norm(h).reshape(count, width, -1), tuple(pools)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ninfer_jax.config import MAX_CONTEXT, PAGE, EngineConfig, ModelConfig
 from ninfer_jax.decoding.sampling import SamplingState, sampling_struct
+from pallas_kernels.delta_rule import Layout, ring_rows
 from pallas_kernels.kv_pages import KVPages, pages_struct
 
 
@@ -38,9 +39,27 @@ class Slots(NamedTuple):
     rope_delta: jax.Array
 
 
+class Pending(NamedTuple):
+    """Rows of the last round that were accepted and enter the recurrent states with the next one (R = K + 1 rows a round).
+
+    count int32 `[S]`: how many. start int32 `[S]`: where they start in the rings, of `ring_rows(R, width)` rows: the row of
+    `records` with the first of them, and of `State.conv` with the first of the width - 1 raw inputs before it.
+    records float32 `[S, ring, columns]` (`delta_rule.Layout`), one a GDN layer.
+    """
+
+    count: jax.Array
+    start: jax.Array
+    records: tuple[jax.Array, ...]
+
+
 class State(NamedTuple):
     """kv: page pools, one an attention layer. mtp_kv: the MTP layer's, or None. recurrent float32 `[S, value_heads,
-    key_dim, value_dim]` and conv `[S, width - 1, channels]` (raw inputs, oldest first), one each a GDN layer."""
+    key_dim, value_dim]` and conv `[S, width - 1, channels]` (raw inputs, oldest first), one each a GDN layer.
+
+    pending: None where a round's rows go one by one; all that was accepted is then in the states. Where they go together
+    conv is a ring `[S, ring, channels]`, and the states lack the rows that `pending` counts. With none of them and start 0
+    its first width - 1 rows are what they are otherwise.
+    """
 
     kv: tuple[KVPages, ...]
     mtp_kv: KVPages | None
@@ -48,6 +67,7 @@ class State(NamedTuple):
     conv: tuple[jax.Array, ...]
     slots: Slots
     sampling: SamplingState
+    pending: Pending | None
 
 
 class StateShape(NamedTuple):
@@ -59,13 +79,16 @@ class StateShape(NamedTuple):
     pages: int  # in each pool, the ownerless page 0 included
     kv: str
     dtype: jnp.dtype
+    rows_together: bool  # a round's rows go through the layers in one pass, and what it accepts waits for the next
 
     @property
     def pages_per_slot(self) -> int:
         return -(-self.context // PAGE)
 
 
-def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dtype) -> StateShape:
+def state_shape(
+    model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dtype, rows_together: bool = False
+) -> StateShape:
     """Resolve capacities; ValueError when the context exceeds what the model was made for."""
     limit = min(model.max_positions, MAX_CONTEXT)
     context = limit if engine.context is None else engine.context
@@ -73,7 +96,7 @@ def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dt
         raise ValueError(f"context is {context}, the model's max_position_embeddings is {model.max_positions}")
     per_slot = -(-context // PAGE)
     pooled = engine.slots * per_slot if engine.pool is None else -(-engine.pool // PAGE)
-    return StateShape(engine.slots, engine.draft, context, pooled + 1, kv, dtype)
+    return StateShape(engine.slots, engine.draft, context, pooled + 1, kv, dtype, rows_together)
 
 
 def state_struct(model: ModelConfig, shape: StateShape) -> State:
@@ -94,14 +117,20 @@ def state_struct(model: ModelConfig, shape: StateShape) -> State:
         left=array((s,), jnp.int32),
         rope_delta=array((s,), jnp.int32),
     )
-    matrix = (s, model.gdn_value_heads, model.gdn_key_dim, model.gdn_value_dim)
+    heads = model.gdn_key_heads, model.gdn_value_heads, model.gdn_key_dim, model.gdn_value_dim
+    matrix, window, pending = (s, *heads[1:]), model.conv_width - 1, None
+    if shape.rows_together:
+        window = ring_rows(shape.draft + 1, model.conv_width)
+        record, number = array((s, window, Layout(*heads).columns), jnp.float32), array((s,), jnp.int32)
+        pending = Pending(number, number, tuple(record for _ in model.gdn_layers))
     return State(
         kv=tuple(pool() for _ in model.attention_layers),
         mtp_kv=pool() if shape.draft else None,
         recurrent=tuple(array(matrix, jnp.float32) for _ in model.gdn_layers),
-        conv=tuple(array((s, model.conv_width - 1, model.conv_channels), dtype) for _ in model.gdn_layers),
+        conv=tuple(array((s, window, model.conv_channels), dtype) for _ in model.gdn_layers),
         slots=slots,
         sampling=sampling_struct(s, model.vocab_size),
+        pending=pending,
     )
 
 

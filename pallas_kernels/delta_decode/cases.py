@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.delta_decode import kernel, reference
+from pallas_kernels.delta_rule import Layout, Transitions, ring_rows
+from pallas_kernels.lab import rows
 
 EPS = 1e-6
 
@@ -25,6 +27,7 @@ class Heads:
     key_dim: int = 128
     value_dim: int = 128
     width: int = 4
+    room: int = 0  # rows a slot that the rings are made for, where more than `rows`
 
     @property
     def channels(self) -> int:
@@ -44,8 +47,20 @@ class Heads:
         return self.slots, self.value_heads, self.key_dim, self.value_dim
 
     @property
+    def layout(self) -> Layout:
+        return Layout(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+
+    @property
+    def ring(self) -> int:
+        return ring_rows(max(self.rows, self.room), self.width)
+
+    @property
     def conv_shape(self) -> tuple[int, ...]:
-        return self.slots, self.width - 1, self.channels
+        return self.slots, self.ring, self.channels
+
+    @property
+    def records_shape(self) -> tuple[int, ...]:
+        return self.slots, self.ring, self.layout.columns
 
     @property
     def state_bytes(self) -> int:
@@ -53,27 +68,55 @@ class Heads:
 
     @property
     def conv_bytes(self) -> int:
+        """Of a window of every slot."""
         return 2 * self.slots * (self.width - 1) * self.channels
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of the convolution inputs of a pass."""
+        return 2 * self.tokens * self.channels
 
     @property
     def record_bytes(self) -> int:
         """k, v, decay and beta of every row, float32."""
-        return 4 * self.tokens * (self.key_heads * self.key_dim + self.inner + 2 * self.value_heads)
+        return 4 * self.tokens * self.layout.columns
+
+    def ring_bytes(self) -> tuple[int, int]:
+        """Of both rings whole: raw inputs and records."""
+        return 2 * self.slots * self.ring * self.channels, 4 * self.slots * self.ring * self.layout.columns
 
     @property
     def weight_bytes(self) -> int:
-        """The states: what a call reads is nearly all theirs."""
-        return self.state_bytes
+        """The states, read and written: what a call moves is nearly all theirs."""
+        return 2 * self.state_bytes
 
     def tensor_ops(self) -> int:
         return 0
 
+    def other_trips(self) -> tuple[int, ...]:
+        """Of the loop over the rows that wait."""
+        return (self.rows,)
+
+    def sample_records(self, key: jax.Array) -> jax.Array:
+        """Random records of the size they have in the model."""
+        keys = jax.random.split(key, 4)
+        shapes = jax.eval_shape(self.layout.unpack, jax.ShapeDtypeStruct(self.records_shape, jnp.float32))
+        k, v, decay, beta = (jax.random.normal(key, s.shape) for key, s in zip(keys, shapes))
+        k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+        return self.layout.pack(Transitions(k, v, jax.nn.sigmoid(3 + decay), jax.nn.sigmoid(beta)))
+
+    def sample_waiting(self) -> tuple[jax.Array, jax.Array]:
+        """start and count of every slot: all rows wait in the first slot, one less in the next; the rings wrap."""
+        slot = jnp.arange(self.slots, dtype=jnp.int32)
+        return (self.ring - 1 + slot) % self.ring, (self.rows - slot) % (self.rows + 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case(Heads):
-    """One call of `delta_decode`."""
+    """One call of `delta_decode`; figures are those of a call in which as many rows wait in every slot as it adds."""
 
     op = "delta_decode"
+    donate = (2, 3, 4)
     allowed_error = 4e-3
 
     def arguments(self) -> list[Any]:
@@ -84,6 +127,9 @@ class Case(Heads):
             struct((self.tokens, 2 * self.value_heads), jnp.bfloat16),
             struct(self.conv_shape, jnp.bfloat16),
             struct(self.state_shape, jnp.float32),
+            struct(self.records_shape, jnp.float32),
+            struct((self.slots,), jnp.int32),
+            struct((self.slots,), jnp.int32),
             struct((self.channels, 1, self.width), jnp.float32),
             struct((self.value_heads,), jnp.float32),
             struct((self.value_heads,), jnp.float32),
@@ -95,13 +141,14 @@ class Case(Heads):
 
     def sample(self, key: jax.Array) -> list[Any]:
         """Random arguments for `call`: states and gates of the size they have in the model."""
-        keys = jax.random.split(key, 8)
-        scales = (1.0, 2.0, 1.0, 0.1, 0.4, 1.0, 1.0, 0.2)
+        keys = jax.random.split(key, 11)
+        scales = (1.0, 2.0, 1.0, 0.1, 1.0, 0, 0, 0.1, 0.4, 1.0, 0.2)
         drawn = [
             (scale * jax.random.normal(k, s.shape, jnp.float32)).astype(s.dtype)
             for k, s, scale in zip(keys, self.arguments(), scales)
         ]
-        drawn[7] = 1.0 + drawn[7]
+        drawn[4:7] = self.sample_records(keys[4]), *self.sample_waiting()
+        drawn[10] = 1.0 + drawn[10]
         return drawn
 
     def reference(self, *arguments: Any) -> Any:
@@ -109,15 +156,23 @@ class Case(Heads):
 
     @property
     def ideal_bytes(self) -> int:
-        """States, inputs, taps and small weights, outputs and records, each once."""
+        """States read and written, inputs, windows, taps and small weights, old records read; raw inputs, new records
+        and outputs written."""
         inputs = 2 * self.tokens * (self.channels + self.inner + 2 * self.value_heads) + self.conv_bytes
         weights = 4 * (self.channels * self.width + 2 * self.value_heads + self.value_dim)
-        return self.state_bytes + inputs + weights + self.record_bytes + 2 * self.tokens * self.inner
+        rings = self.raw_bytes + 2 * self.record_bytes
+        return 2 * self.state_bytes + inputs + weights + rings + 2 * self.tokens * self.inner
+
+    def moved_bytes(self, report: Any) -> int:
+        """Of the rings a call reads and writes parts."""
+        raw, records = self.ring_bytes()
+        touched = self.conv_bytes + self.raw_bytes + 2 * self.record_bytes
+        return rows.moved_bytes(report) - 2 * (raw + records) + touched
 
     @property
     def multiply_adds(self) -> int:
-        """Three per element of the state and row (two read-outs, one update), and the convolution's."""
-        return self.tokens * (3 * self.inner * self.key_dim + self.channels * self.width)
+        """Five per element of the state and row (two for one that waited, three for a new one), and the convolution's."""
+        return self.tokens * (5 * self.inner * self.key_dim + self.channels * self.width)
 
 
 CASES = (

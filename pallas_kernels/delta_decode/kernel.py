@@ -1,8 +1,9 @@
-"""The delta rule's decode rows in one launch: convolution, norms, gates, recurrence, gated norm and replay records.
+"""The delta rule's part of a decode round in one launch: the rows that the last round accepted enter the states, then
+convolution, norms, gates, recurrence and gated norm of the new rows, whose records wait for the next round.
 
-A block owns one value head of one slot and takes its rows one after another with S in registers; S is only read. The
-state after a slot's last row is never formed: S'^T q = decay S^T q + (k . q) u. Value heads that share a key head
-compute its q and k each for itself; the first of them records k.
+A block owns one value head of one slot and takes all its rows one after another with S in registers. S is read once, and
+written once, between the old rows and the new. Value heads that share a key head compute its q and k each for itself;
+the first of them records k, and writes the raw inputs of both.
 """
 
 from __future__ import annotations
@@ -16,37 +17,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.delta_rule import Transitions, step
+from pallas_kernels.delta_rule import step
 from pallas_kernels.delta_rule.inputs import L2_EPS
+from pallas_kernels.delta_rule.records import Layout, replay
 
 MAX_ROWS = 6  # each is unrolled; registers run out beyond
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeShape:
-    """The static facts the kernel body needs: rows a slot, heads, widths."""
+    """The static facts the kernel body needs: rows a slot, heads, taps, rows of the rings."""
 
     rows: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
+    layout: Layout
     width: int
+    ring: int
     eps: float
     interpret: bool
-
-    @property
-    def keys(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def channels(self) -> int:
-        return 2 * self.keys + self.value_heads * self.value_dim
-
-    @property
-    def share(self) -> int:
-        """Value heads that read one key head."""
-        return self.value_heads // self.key_heads
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "eps", "interpret"))
@@ -55,6 +42,9 @@ def delta_decode(
     ab: jax.Array,
     conv: jax.Array,
     recurrent: jax.Array,
+    records: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
     taps: jax.Array,
     a_log: jax.Array,
     dt_bias: jax.Array,
@@ -63,76 +53,100 @@ def delta_decode(
     rows: int,
     eps: float,
     interpret: bool = False,
-) -> tuple[jax.Array, Transitions]:
-    """Outputs and replay records of `rows` rows a slot, which follow `recurrent` and `conv`; both stay as they are.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """As `delta_decode.delta_decode`, whose checks this relies on: out, and conv, recurrent and records in place.
 
-    projected bf16 `[slots * rows, channels + Hv * Dv]`: raw convolution inputs [q | k | v], then the gate z; ab bf16
-    `[slots * rows, 2 * Hv]`: a, then b; conv bf16 `[slots, width - 1, channels]`: the raw inputs before, oldest first;
-    recurrent float32 `[slots, Hv, Dk, Dv]`; taps float32 `[channels, 1, width]`; a_log, dt_bias float32 `[Hv]`;
-    norm float32 `[Dv]`. Returns out `[slots * rows, Hv * Dv]` in projected's dtype, and float32 Transitions.
-    A row's bits depend on the rows before it only. ValueError: rows outside 1..6, Dk or Dv that a block cannot hold.
+    ValueError: rows outside 1..6, Dk or Dv that a block cannot hold.
     """
     slots, value_heads, key_dim, value_dim = recurrent.shape
     step.check_head("delta_decode", key_dim, value_dim)
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"delta_decode: rows {rows}, from 1 to {MAX_ROWS} are allowed")
     key_heads = (conv.shape[2] - value_heads * value_dim) // (2 * key_dim)
-    shape = DecodeShape(rows, key_heads, value_heads, key_dim, value_dim, taps.shape[2], eps, interpret)
-    struct = jax.ShapeDtypeStruct
-    outputs = (
-        struct((slots * rows, value_heads * value_dim), projected.dtype),
-        struct((slots, rows, key_heads, key_dim), jnp.float32),
-        struct((slots, rows, value_heads, value_dim), jnp.float32),
-        struct((slots, rows, value_heads), jnp.float32),
-        struct((slots, rows, value_heads), jnp.float32),
-    )
-    operands = (projected, ab, conv, recurrent, taps, a_log, dt_bias, norm)
-    out, *records = launch.launch(
+    layout, width, ring = Layout(key_heads, value_heads, key_dim, value_dim), taps.shape[2], conv.shape[1]
+    shape = DecodeShape(rows, layout, width, ring, eps, interpret)
+    operands = (projected, ab, conv, recurrent, records, start, count, taps, a_log, dt_bias, norm)
+    outputs = [jax.ShapeDtypeStruct((slots * rows, layout.values), projected.dtype)]
+    outputs += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (conv, recurrent, records)]
+    return launch.launch(
         functools.partial(_decode_kernel, shape=shape),
         name=f"delta_decode_{rows}",
         grid=(value_heads, slots),
         in_specs=[launch.whole(x) for x in operands],
         out_specs=tuple(launch.whole(x) for x in outputs),
-        out_shape=outputs,
+        out_shape=tuple(outputs),
         num_warps=step.WARPS,
         num_stages=1,
+        aliases={2: 1, 3: 2, 4: 3},
         interpret=interpret,
     )(*operands)
-    return out, Transitions(*records)
 
 
 def _decode_kernel(*refs: Any, shape: DecodeShape) -> None:
-    projected, ab, conv, recurrent, taps, a_log, dt_bias, norm, out, *records = refs
+    # What changes in place is read through the outputs, which share its memory: reads and writes keep their order.
+    projected, ab, _, _, _, start, count, taps, a_log, dt_bias, norm, out, conv, recurrent, records = refs
     head, slot = pl.program_id(0), pl.program_id(1)
-    key_head = head // shape.share
     first = slot * shape.rows
-    # Asked for first, needed last: everything up to the recurrence runs while S is on its way.
-    state = step.load_state(recurrent, slot, head)
+    begin, pending = launch.load(start, slot), launch.load(count, slot)
+    own = pl.ds(head * shape.layout.value_dim, shape.layout.value_dim)
 
-    # q in row 0, k in row 1: one element a thread for both.
-    pair = jnp.arange(2)[:, None] * shape.keys + key_head * shape.key_dim + jnp.arange(shape.key_dim)[None]
-    own = 2 * shape.keys + head * shape.value_dim + jnp.arange(shape.value_dim)
-    pairs = _convolve(projected, conv, taps, slot, pair, shape)
-    vs = _convolve(projected, conv, taps, slot, own, shape)
-    pairs = [_l2_normalise(x.astype(jnp.float32), shape) for x in pairs]
-    gates = [_decay_and_beta(ab, a_log, dt_bias, first + row, head, shape) for row in range(shape.rows)]
+    @pl.when(pending < 0)
+    def _() -> None:
+        for row in range(shape.rows):
+            launch.store(out, (first + row, own), jnp.zeros(shape.layout.value_dim, out.dtype))
 
-    for row, (qk, v, (decay, beta)) in enumerate(zip(pairs, vs, gates)):
-        v = v.astype(jnp.float32)
-        _record(records, slot, row, head, qk, v, decay, beta, shape)
-        _, k = step.column_pair(qk, shape.value_dim)
-        u = step.update(state, k, v, decay, beta, shape.interpret)
-        state = step.advance(state, k, u, decay, shape.interpret)
-        q, _ = step.column_pair(qk * shape.key_dim**-0.5, shape.value_dim)
-        x = step.read_out(state, q, shape.interpret)
-        _finish(x, projected, norm, out, first + row, head, shape)
+    @pl.when(pending >= 0)
+    def _() -> None:
+        # Asked for first: the inputs of the new rows are prepared while S is on its way.
+        state = step.load_state(recurrent, slot, head)
+        accepted = jnp.minimum(pending, shape.ring - shape.rows)
+        at = begin + accepted
+        pairs, vs = _inputs(projected, conv, taps, slot, head, at, shape)
+        gates = [_decay_and_beta(ab, a_log, dt_bias, first + row, head, shape) for row in range(shape.rows)]
+
+        state = replay(state, records, slot, begin, accepted, head, shape.layout, shape.interpret)
+
+        @pl.when(accepted > 0)
+        def _() -> None:
+            step.store_state(recurrent, slot, head, state)
+
+        for row, (qk, v, (decay, beta)) in enumerate(zip(pairs, vs, gates)):
+            v = v.astype(jnp.float32)
+            shape.layout.store(records, slot, jax.lax.rem(at + row, shape.ring), head, qk, v, decay, beta)
+            _, k = step.column_pair(qk, shape.layout.value_dim)
+            u = step.update(state, k, v, decay, beta, shape.interpret)
+            state = step.advance(state, k, u, decay, shape.interpret)
+            q, _ = step.column_pair(qk * shape.layout.key_dim**-0.5, shape.layout.value_dim)
+            x = step.read_out(state, q, shape.interpret)
+            _finish(x, projected, norm, out, first + row, head, shape)
 
 
-def _convolve(projected: Any, conv: Any, taps: Any, slot: Any, channels: Any, shape: DecodeShape) -> list[jax.Array]:
-    """SiLU of the causal convolution of `channels` for every row: float32 like `channels`, rounded as projected is."""
-    raw = [launch.load(conv, (slot, i, channels)) for i in range(shape.width - 1)]
-    raw += [launch.load(projected, (slot * shape.rows + row, channels)) for row in range(shape.rows)]
-    raw = [x.astype(jnp.float32) for x in raw]
+def _inputs(
+    projected: Any, conv: Any, taps: Any, slot: Any, head: Any, at: Any, shape: DecodeShape
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Of every row: q in row 0 and k in row 1, L2 norm 1, `[2, Dk]`, one element a thread for both; v `[Dv]`. Their raw
+    inputs go into the ring, those of q and k by one head of those that share them."""
+    layout = shape.layout
+    key_head = head // layout.share
+    pair = jnp.arange(2)[:, None] * layout.keys + key_head * layout.key_dim + jnp.arange(layout.key_dim)[None]
+    own = 2 * layout.keys + head * layout.value_dim + jnp.arange(layout.value_dim)
+    writes = jnp.broadcast_to(head % layout.share == 0, pair.shape)
+    pairs = _convolve(projected, conv, taps, slot, pair, at, writes, shape)
+    vs = _convolve(projected, conv, taps, slot, own, at, None, shape)
+    return [_l2_normalise(x.astype(jnp.float32), shape) for x in pairs], vs
+
+
+def _convolve(
+    projected: Any, conv: Any, taps: Any, slot: Any, channels: Any, at: Any, writes: Any, shape: DecodeShape
+) -> list[jax.Array]:
+    """SiLU of the causal convolution of `channels` for every row: float32 like `channels`, rounded as projected is. The
+    window starts at row `at` of the ring, its raw inputs go behind it where `writes` (None: everywhere)."""
+    ring, kept = shape.ring, shape.width - 1
+    raw = [launch.load(conv, (slot, jax.lax.rem(at + i, ring), channels)) for i in range(kept)]
+    fresh = [launch.load(projected, (slot * shape.rows + row, channels)) for row in range(shape.rows)]
+    for row, x in enumerate(fresh):
+        launch.store(conv, (slot, jax.lax.rem(at + kept + row, ring), channels), x, writes)
+    raw = [x.astype(jnp.float32) for x in (*raw, *fresh)]
     weights = [launch.load(taps, (channels, 0, tap)) for tap in range(shape.width)]
     mixed = []
     for row in range(shape.rows):
@@ -154,28 +168,16 @@ def _decay_and_beta(
 ) -> tuple[jax.Array, jax.Array]:
     """exp(-exp(A_log) softplus(a + dt_bias)) and sigmoid(b), float32 scalars."""
     a = launch.load(ab, (token, head)).astype(jnp.float32) + launch.load(dt_bias, head)
-    b = launch.load(ab, (token, shape.value_heads + head)).astype(jnp.float32)
+    b = launch.load(ab, (token, shape.layout.value_heads + head)).astype(jnp.float32)
     decay = jnp.exp(-jnp.exp(launch.load(a_log, head)) * jax.nn.softplus(a))
     return decay, jax.nn.sigmoid(b)
 
 
-def _record(
-    records: Any, slot: Any, row: int, head: Any, qk: Any, v: Any, decay: Any, beta: Any, shape: DecodeShape
-) -> None:
-    k_ref, v_ref, decay_ref, beta_ref = records
-    is_k = jnp.broadcast_to(jnp.arange(2)[:, None] == 1, qk.shape)
-    dims = jnp.broadcast_to(jnp.arange(shape.key_dim)[None], qk.shape)
-    launch.store(k_ref, (slot, row, head // shape.share, dims), qk, is_k & (head % shape.share == 0))
-    launch.store(v_ref, (slot, row, head, pl.ds(0, shape.value_dim)), v)
-    launch.store(decay_ref, (slot, row, head), decay)
-    launch.store(beta_ref, (slot, row, head), beta)
-
-
 def _finish(x: jax.Array, projected: Any, norm: Any, out: Any, token: Any, head: Any, shape: DecodeShape) -> None:
     """Gated RMS norm of a head's output, stored: (x * rsqrt(mean x^2 + eps), rounded) * weight * silu(z)."""
-    mean = jnp.sum(step.product(x, x, shape.interpret)) / shape.value_dim
+    value_dim = shape.layout.value_dim
+    mean = jnp.sum(step.product(x, x, shape.interpret)) / value_dim
     normed = (x * jax.lax.rsqrt(mean + shape.eps)).astype(out.dtype).astype(jnp.float32)
-    own = pl.ds(head * shape.value_dim, shape.value_dim)
-    z = launch.load(projected, (token, pl.ds(shape.channels + head * shape.value_dim, shape.value_dim)))
-    y = normed * launch.load(norm, pl.ds(0, shape.value_dim)) * jax.nn.silu(z.astype(jnp.float32))
-    launch.store(out, (token, own), y)
+    z = launch.load(projected, (token, pl.ds(shape.layout.channels + head * value_dim, value_dim)))
+    y = normed * launch.load(norm, pl.ds(0, value_dim)) * jax.nn.silu(z.astype(jnp.float32))
+    launch.store(out, (token, pl.ds(head * value_dim, value_dim)), y)

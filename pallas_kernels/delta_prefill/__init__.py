@@ -21,9 +21,10 @@ def delta_prefill(
 
     projected `[tokens, channels + value_heads * value_dim]` and ab `[tokens, 2 * value_heads]`, tokens a multiple of 64;
     the other arrays as for `delta_decode`, conv and recurrent of all slots (donate them: only slot's part is read and
-    rewritten, in place). slot, count int32 scalars: the first `count` tokens are valid, the others leave the states as
-    they are and their results are finite. Returns `[tokens, value_heads * value_dim]` in projected's dtype, ready for the
-    output projection, and the new conv and recurrent.
+    rewritten, in place), of conv the first width - 1 rows: nothing may wait in the slot, see `delta_fold`. slot, count
+    int32 scalars: the first `count` tokens are valid, the others leave the states as they are and their results are finite.
+    Returns `[tokens, value_heads * value_dim]` in projected's dtype, ready for the output projection, and the new conv and
+    recurrent.
 
     impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist. ValueError for shapes that do not fit.
     """

@@ -68,4 +68,4 @@ def delta_prefill(
     )
     out = norm_kernel.gated_norm(out, projected, norm, counts, eps=eps, config=config.norm, interpret=interpret)
     # Not in the first launch: its blocks still read the old window while others are done.
-    return out, conv.at[slot].set(inputs.window), recurrent
+    return out, conv.at[slot, : taps.shape[2] - 1].set(inputs.window), recurrent

@@ -10,16 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import launch
-from pallas_kernels.matmul import head, kernel, prefill, reference, triton_kernel
+from pallas_kernels.matmul import head, kernel, pair, prefill, reference, triton_kernel
 from pallas_kernels.matmul.quantised import COLUMNS, QuantisedWeight, concatenate, dequantise, pack, quantise
 
-__all__ = ["QuantisedWeight", "concatenate", "dequantise", "head_candidates", "linear", "pack", "quantise", "quantised_linear"]
+__all__ = [
+    "QuantisedWeight", "concatenate", "dequantise", "head_candidates", "linear", "pack", "quantise", "quantised_linear",
+    "quantised_linear_pair",
+]  # fmt: skip
 
 # Up to this many rows a call is a decode step and is padded to whole tensor-core tiles on a GPU: the same shape for
 # every row count means the same kernel and the same order of sums, so drafting cannot flip a near tie.
 DECODE_ROWS = 32
 _TILE = 16
-HEAD_ROWS = kernel.ROWS  # most rows of `head_candidates`
+HEAD_ROWS = PAIR_ROWS = kernel.ROWS  # most rows of `head_candidates` and of `quantised_linear_pair`
 
 
 def linear(x: jax.Array, w: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
@@ -99,6 +102,36 @@ def quantised_linear(
         return triton_kernel.decode(x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
 
     return launch.by_platform(x, weight, norm, residual, pallas=pallas, xla=xla, triton=triton, impl=impl)
+
+
+def quantised_linear_pair(
+    x: jax.Array,
+    wide: QuantisedWeight,
+    narrow: QuantisedWeight,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    out_dtype: jnp.dtype = jnp.bfloat16,
+    impl: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """`quantised_linear` of x `[1..16, K]` bf16 with each of two weights `[K, N1]` and `[K, N2]`, one launch on a GPU.
+
+    Bits and groups may differ. The second should have few columns: a card does them beside the first. norm, eps,
+    out_dtype, impl (without `triton`) as for `quantised_linear`. ValueError for shapes or types that do not fit.
+    """
+    for weight in (wide, narrow):
+        _check(x, weight, norm, None, False, "bf16")
+    if x.shape[0] > PAIR_ROWS:
+        raise ValueError(f"quantised_linear_pair: {x.shape[0]} rows, at most {PAIR_ROWS}")
+    out_dtype = jnp.dtype(out_dtype)
+
+    def pallas(x, wide, narrow, norm):
+        return pair.decode(x, wide, narrow, norm, eps=eps, out_dtype=out_dtype)
+
+    def xla(x, wide, narrow, norm):
+        return tuple(reference.quantised_linear(x, w, norm, eps=eps, out_dtype=out_dtype) for w in (wide, narrow))
+
+    return launch.by_platform(x, wide, narrow, norm, pallas=pallas, xla=xla, impl=impl)
 
 
 def head_candidates(

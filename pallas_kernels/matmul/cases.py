@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul import head, kernel, prefill, quantised, reference
+from pallas_kernels.matmul import head, kernel, pair, prefill, quantised, reference
 
 HIDDEN, INTERMEDIATE = 5120, 17408
 # Rows of the head, and how many of them a tokenizer can name; the rest is never sampled.
@@ -109,7 +109,7 @@ class Case:
 
     @property
     def ideal_bytes(self) -> int:
-        """Codes, scales, inputs and outputs, each once."""
+        """Codes, scales, units, inputs and outputs, each once."""
         small = self.rows * self.k + self.k * self.norm + self.rows * self.out_columns * (1 + self.residual)
         return self.weight_bytes + 2 * small
 
@@ -156,14 +156,63 @@ class HeadCase(Case):
         return self.weight_bytes + 2 * (self.rows * self.k + self.k) + candidates
 
 
+@dataclasses.dataclass(frozen=True)
+class PairCase(Case):
+    """One call of `quantised_linear_pair`: also x @ `[k, narrow]` of w8 g128.
+
+    Instructions are counted as if every block did its share of both bodies, each block's code outside loops whole.
+    """
+
+    narrow: int = 96
+
+    op = "quantised_matmul_pair"
+    narrow_bits, narrow_group = 8, 128
+
+    def arguments(self) -> list[Any]:
+        x, weight, norm, _ = super().arguments()
+        return [x, weight, quantised.structure(self.k, self.narrow, self.narrow_bits, self.narrow_group), norm]
+
+    def configs(self) -> list[kernel.Config]:
+        """None: with deeper loads an SM would not hold a block of each."""
+        return []
+
+    def call(self, x: Any, weight: Any, narrow: Any, norm: Any, interpret: bool = False) -> Any:
+        return pair.decode(x, weight, narrow, norm, interpret=interpret)
+
+    def sample(self, key: jax.Array) -> list[Any]:
+        x, weight, norm, _ = super().sample(key)
+        other = jax.random.normal(jax.random.fold_in(key, 1), (self.k, self.narrow), jnp.float32) / self.k**0.5
+        return [x, weight, quantised.quantise(other, bits=self.narrow_bits, group=self.narrow_group), norm]
+
+    def reference(self, x: Any, weight: Any, narrow: Any, norm: Any) -> Any:
+        return tuple(reference.quantised_linear(x, w, norm) for w in (weight, narrow))
+
+    @property
+    def weight_bytes(self) -> int:
+        return super().weight_bytes + quantised.ideal_bytes(self.k, self.narrow, self.narrow_bits, self.narrow_group)
+
+    @property
+    def ideal_bytes(self) -> int:
+        return super().ideal_bytes + 2 * self.rows * self.narrow
+
+    @property
+    def multiply_adds(self) -> int:
+        return kernel.ROWS * self.k * (self.n + self.narrow)
+
+    def other_trips(self) -> tuple[float, ...]:
+        """A block sums the squares in one of two loops."""
+        return tuple(n / 2 for n in super().other_trips()) * 2
+
+
 def _random(key: jax.Array, leaf: Any) -> jax.Array:
-    if leaf.dtype == jnp.int16:
-        return jax.lax.bitcast_convert_type(jax.random.bits(key, leaf.shape, jnp.uint16), leaf.dtype)
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        bits = jax.random.bits(key, leaf.shape, f"uint{8 * leaf.dtype.itemsize}")
+        return jax.lax.bitcast_convert_type(bits, leaf.dtype)
     return (0.01 * jax.random.normal(key, leaf.shape, leaf.dtype)).astype(leaf.dtype)
 
 
 def _twin(case: Case, k: int, n: int, rows: int) -> Case:
-    small = {"valid": n - 7} if isinstance(case, HeadCase) else {}
+    small = {"valid": n - 7} if isinstance(case, HeadCase) else {"narrow": 40} if isinstance(case, PairCase) else {}
     return dataclasses.replace(case, name=case.name + ".small", k=k, n=n, rows=rows, **small)
 
 
@@ -174,8 +223,8 @@ DECODE = (
     Case("delta.out", 6144, HIDDEN, residual=True),
     Case("mlp.gate_up", HIDDEN, 2 * INTERMEDIATE, norm=True, swiglu=True),
     Case("mlp.down", INTERMEDIATE, HIDDEN, residual=True),
-    Case("mtp.fc", 2 * HIDDEN, HIDDEN, bits=8, group=32),
-    Case("head.logits", HIDDEN, VOCABULARY, bits=8, group=32, norm=True),
+    Case("mtp.fc", 2 * HIDDEN, HIDDEN, bits=8, group=128),
+    Case("head.logits", HIDDEN, VOCABULARY, bits=8, group=128, norm=True),
     Case("mlp.gate_up.g32", HIDDEN, 2 * INTERMEDIATE, group=32, norm=True, swiglu=True),
     Case("mlp.down.g128", INTERMEDIATE, HIDDEN, group=128, residual=True),
 )
@@ -184,14 +233,15 @@ PREFILL = (
     Case("mlp.down.prefill", INTERMEDIATE, HIDDEN, rows=1024, residual=True),
     Case("mlp.gate_up.prefill_int8", HIDDEN, 2 * INTERMEDIATE, rows=1024, swiglu=True, activations="int8"),
     Case("mlp.down.prefill_int8", INTERMEDIATE, HIDDEN, rows=1024, residual=True, activations="int8"),
-    Case("mtp.fc.prefill", 2 * HIDDEN, HIDDEN, rows=1024, bits=8, group=32),
-    Case("mtp.fc.prefill_int8", 2 * HIDDEN, HIDDEN, rows=1024, bits=8, group=32, activations="int8"),
+    Case("mtp.fc.prefill", 2 * HIDDEN, HIDDEN, rows=1024, bits=8, group=128),
+    Case("mtp.fc.prefill_int8", 2 * HIDDEN, HIDDEN, rows=1024, bits=8, group=128, activations="int8"),
 )
 HEAD = (
-    HeadCase("argmax", HIDDEN, VOCABULARY, bits=8, group=32, norm=True),
-    HeadCase("top_k", HIDDEN, VOCABULARY, bits=8, group=32, norm=True, keep=head.KEEP),
+    HeadCase("argmax", HIDDEN, VOCABULARY, bits=8, group=128, norm=True),
+    HeadCase("top_k", HIDDEN, VOCABULARY, bits=8, group=128, norm=True, keep=head.KEEP),
 )
-CASES = DECODE + PREFILL + HEAD
+PAIR = (PairCase("delta.inputs", HIDDEN, 16384, norm=True),)
+CASES = DECODE + PREFILL + HEAD + PAIR
 # Twins a CPU interprets in a moment; none of their sizes is a multiple of a block.
 SMALL = tuple(
     _twin(case, 300 if case.group < 128 else 700, 256 if case.swiglu else 200, 5 if case.decode else 150) for case in CASES

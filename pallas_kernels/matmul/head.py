@@ -42,7 +42,7 @@ def block_candidates(
     """
     n = weight.shape[1]
     blocks = -(-n // BLOCK)
-    operands = [a for a in (x, weight.words, weight.scales, norm) if a is not None]
+    operands = [a for a in (x, weight.words, weight.scales, weight.unit, norm) if a is not None]
     out = [
         jax.ShapeDtypeStruct((blocks, kernel.ROWS, keep), jnp.float32),
         jax.ShapeDtypeStruct((blocks, kernel.ROWS, keep), jnp.int32),
@@ -69,12 +69,13 @@ def block_candidates(
 
 
 def _candidates_kernel(*refs: Any, shape: kernel.DecodeShape, normed: bool, eps: float, keep: int, valid: int) -> None:
-    x_ref, w_ref, s_ref, *rest = refs
+    x_ref, *rest = refs
+    weight_refs, rest = rest[:3], rest[3:]
     norm_ref = rest.pop(0) if normed else None
     values_ref, ids_ref = rest
     block = pl.program_id(0)
     at = block * BLOCK
-    (logits,) = kernel.accumulate(x_ref, w_ref, s_ref, norm_ref, (at,), shape)
+    (logits,) = kernel.accumulate(x_ref, weight_refs, norm_ref, (at,), shape)
     if normed:
         logits = logits * kernel.inverse_rms(x_ref, eps, shape)[:, None]
     ids = at + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -78,7 +79,7 @@ def decode(
     if COLUMNS % config.columns:
         raise ValueError(f"decode: {config.columns} columns a block must divide {COLUMNS}, the padding of weights")
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
-    operands = [a for a in (x, weight.words, weight.scales, norm, residual) if a is not None]
+    operands = [a for a in (x, weight.words, weight.scales, weight.unit, norm, residual) if a is not None]
     kernel = functools.partial(
         _decode_kernel,
         shape=DecodeShape(rows, weight.shape[0], n, weight.bits, weight.group, config.columns, interpret),
@@ -136,13 +137,14 @@ class DecodeShape:
 
 
 def _decode_kernel(*refs: Any, shape: DecodeShape, normed: bool, added: bool, eps: float, swiglu: bool) -> None:
-    x_ref, w_ref, s_ref, *rest = refs
+    x_ref, *rest = refs
+    weight_refs, rest = rest[:3], rest[3:]
     norm_ref = rest.pop(0) if normed else None
     residual_ref = rest.pop(0) if added else None
     (o_ref,) = rest
     at = pl.program_id(0) * shape.columns
     starts = (at, at + shape.n) if swiglu else (at,)
-    sums = accumulate(x_ref, w_ref, s_ref, norm_ref, starts, shape)
+    sums = accumulate(x_ref, weight_refs, norm_ref, starts, shape)
     if normed:
         factor = inverse_rms(x_ref, eps, shape)[:, None]
         sums = tuple(s * factor for s in sums)
@@ -155,12 +157,22 @@ def _decode_kernel(*refs: Any, shape: DecodeShape, normed: bool, added: bool, ep
 
 
 def accumulate(
-    x_ref: Any, w_ref: Any, s_ref: Any, norm_ref: Any, starts: tuple[Any, ...], shape: DecodeShape
+    x_ref: Any, weight_refs: Sequence[Any], norm_ref: Any, starts: tuple[Any, ...], shape: DecodeShape
 ) -> tuple[jax.Array, ...]:
-    """Float32 sums `[16, columns]` over all of K, for the columns from each of `starts` on."""
-    group, columns = shape.group, shape.columns
+    """Float32 sums `[16, columns]` over all of K, for the columns from each of `starts` on.
 
-    def step(t: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    weight_refs: words, scales and unit.
+    """
+    w_ref, s_ref, u_ref = weight_refs
+    group, columns, tiles = shape.group, shape.columns, -(-shape.k // shape.tile)
+
+    def load_scales(t: Any) -> tuple[jax.Array, ...]:
+        return tuple(launch.load(s_ref, (t, pl.ds(at, columns))) for at in starts)
+
+    def step(t: Any, carry: tuple[tuple[jax.Array, ...], ...]) -> tuple[tuple[jax.Array, ...], ...]:
+        sums, scales = carry
+        # A tile ahead, as the compiler does it for words and x: nothing in the loop waits for memory.
+        following = load_scales(jnp.minimum(t + 1, tiles - 1))
         blocks = pl.ds(t * (group // 32), group // 32)
         words = [launch.load(w_ref, (blocks, pl.ds(at * 32, columns * 32))) for at in starts]
         for j in range(shape.planes):
@@ -173,15 +185,15 @@ def accumulate(
                 w = launch.load(norm_ref, pl.ds(g * group, group), inside)
                 x = unpack.times_one_plus(x, jnp.broadcast_to(w[None], x.shape), shape.interpret)
             new = []
-            for at, word, total in zip(starts, words, sums):
-                scale = launch.load(s_ref, (g, pl.ds(at, columns))).astype(jnp.float32)
+            for word, scale, total in zip(words, scales, sums):
                 codes = unpack.plane(word, shape.bits, j, columns, shape.interpret)
-                new.append(total + launch.dot(x, codes) * scale[None])
+                new.append(total + launch.dot(x, codes) * unpack.scale(scale, j, shape.interpret)[None])
             sums = tuple(new)
-        return sums
+        return sums, following
 
     zeros = tuple(jnp.zeros((ROWS, columns), jnp.float32) for _ in starts)
-    return jax.lax.fori_loop(0, -(-shape.k // shape.tile), step, zeros)
+    sums, _ = jax.lax.fori_loop(0, tiles, step, (zeros, load_scales(0)))
+    return tuple(s * launch.load(u_ref, pl.ds(at, columns))[None] for s, at in zip(sums, starts))
 
 
 def inverse_rms(x_ref: Any, eps: float, shape: DecodeShape) -> jax.Array:

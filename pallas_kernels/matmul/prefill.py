@@ -71,7 +71,7 @@ def prefill(
     if COLUMNS % config.columns:
         raise ValueError(f"prefill: {config.columns} columns a block must divide {COLUMNS}, the padding of weights")
     activations = quantise_activations(x, weight.group) if route == "int8" else (x,)
-    operands = [*activations, weight.words, weight.scales] + ([] if residual is None else [residual])
+    operands = [*activations, weight.words, weight.scales, weight.unit] + ([] if residual is None else [residual])
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
     kernel = functools.partial(
         _prefill_kernel,
@@ -111,7 +111,7 @@ def _prefill_kernel(
 ) -> None:
     x_ref, *rest = refs
     xs_ref = rest.pop(0) if route == "int8" else None
-    w_ref, s_ref, *rest = rest
+    w_ref, s_ref, u_ref, *rest = rest
     residual_ref = rest.pop(0) if added else None
     (o_ref,) = rest
     rows, k, n = sizes
@@ -133,15 +133,16 @@ def _prefill_kernel(
     def step(t: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         blocks = pl.ds(t * (group // 32), group // 32)
         words = [launch.load(w_ref, (blocks, pl.ds(at * 32, config.columns * 32))) for at in starts]
+        scales = [launch.load(s_ref, (t, pl.ds(at, config.columns))) for at in starts]
         for j in range(planes):
             g = planes * t + j
             x = masked(x_ref, g * group, group, k if ragged else None)
             new = []
-            for at, word, total in zip(starts, words, sums):
-                scale = launch.load(s_ref, (g, pl.ds(at, config.columns)))
+            for word, packed, total in zip(words, scales, sums):
+                scale = unpack.scale(packed, j, interpret)
                 if route == "bf16":
                     w = unpack.plane(word, bits, j, config.columns, interpret)
-                    w = unpack.times(w, jnp.broadcast_to(scale[None], w.shape), interpret)
+                    w = unpack.times(w, jnp.broadcast_to(scale.astype(jnp.bfloat16)[None], w.shape), interpret)
                     new.append(total + launch.dot(x, w))
                 else:
                     w = unpack.plane_s8(word, bits, j, config.columns, interpret)
@@ -149,8 +150,7 @@ def _prefill_kernel(
                     exact = jax.lax.bitcast_convert_type(exact, jnp.float32) - _MAGIC
                     inside = row + jnp.arange(config.rows) < rows
                     xs = launch.load(xs_ref, (g, pl.ds(row, config.rows)), inside)
-                    unit = scale.astype(jnp.float32) * (1 if bits == 8 else 1 / 16)
-                    new.append(total + exact * (xs[:, None] * unit[None]))
+                    new.append(total + exact * (xs[:, None] * scale[None]))
             sums = tuple(new)
         return sums
 
@@ -158,6 +158,9 @@ def _prefill_kernel(
     ragged = route == "bf16" and k % (planes * group) != 0
     zeros = tuple(jnp.zeros(block, jnp.float32) for _ in starts)
     sums = jax.lax.fori_loop(0, -(-k // (planes * group)), step, zeros)
+    # 8-bit products of w4 are of 16 x its codes.
+    sixteenth = 1 / 16 if route == "int8" and bits == 4 else 1
+    sums = tuple(s * (launch.load(u_ref, pl.ds(at, config.columns)) * sixteenth)[None] for s, at in zip(sums, starts))
     y = jax.nn.silu(sums[0]) * sums[1] if swiglu else sums[0]
     if added:
         y = y + masked(residual_ref, column, config.columns, n if n % config.columns else None).astype(jnp.float32)

@@ -19,14 +19,14 @@ def add(a, b):
 
 @triton.jit
 def decode(
-    x, words, scales, norm, residual, out,
+    x, words, scales, unit, norm, residual, out,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr,
     PLANES: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, SWIGLU: tl.constexpr, EPS: tl.constexpr,
-    UNPACK: tl.constexpr, ONE_PLUS: tl.constexpr,
+    UNPACK: tl.constexpr, ONE_PLUS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """x bf16 [ROWS, K], words int16 [TILES * GROUP / 32, PADDED * 32], scales bf16 [TILES * PLANES, PADDED], norm bf16 [K]
-    or None, residual bf16 [ROWS, N] or None, out [ROWS, N]. PADDED counts columns of gate and up. UNPACK: PTX of each
-    plane, ONE_PLUS: PTX of x (1 + w), both on two elements at a time.
+    """x bf16 [ROWS, K], words int16 [TILES * GROUP / 32, PADDED * 32], scales [TILES, PADDED] int32 or int16, unit float32
+    [PADDED], norm bf16 [K] or None, residual bf16 [ROWS, N] or None, out [ROWS, N]. PADDED counts columns of gate and up.
+    UNPACK: PTX of each plane, ONE_PLUS: PTX of x (1 + w), both on two elements at a time. SCALE: PTX of each plane's scale.
     """
     at = tl.program_id(0) * COLUMNS
     row = tl.arange(0, 16)[:, None]
@@ -36,11 +36,18 @@ def decode(
     sums = tl.full((16, COLUMNS), 0, tl.float32)
     up = tl.full((16, COLUMNS), 0, tl.float32)
     products = tl.full((16, 16), 0, tl.float32)
+    following = tl.load(scales + column).to(tl.int32)
     for t in range(TILES):
         tile = words + t * (GROUP // 32 * PADDED * 32) + block
         word = tl.load(tile)
         if SWIGLU:
             word_up = tl.load(tile + N * 32)
+            packed = tl.load(scales + t * PADDED + column).to(tl.int32)
+            packed_up = tl.load(scales + t * PADDED + N + column).to(tl.int32)
+        else:
+            # A tile ahead, so that nothing waits for it; SwiGLU has no registers left for that.
+            packed = following
+            following = tl.load(scales + tl.minimum(t + 1, TILES - 1) * PADDED + column).to(tl.int32)
         for j in tl.static_range(PLANES):
             g = t * PLANES + j
             source = x + row * K + g * GROUP + k[None]
@@ -63,13 +70,16 @@ def decode(
             codes = tl.inline_asm_elementwise(UNPACK[j], "=r,r", [word], tl.bfloat16, is_pure=True, pack=2)
             # The order of storage to [GROUP, COLUMNS]: that of a tensor core's operand, so nothing moves.
             codes = tl.permute(tl.reshape(codes, (GROUP // 32, COLUMNS // 8, 8, 4, 2, 2, 2)), (0, 4, 5, 3, 6, 1, 2))
-            scale = tl.load(scales + g * PADDED + column).to(tl.float32)
+            scale = tl.inline_asm_elementwise(SCALE[j], "=r,r", [packed], tl.float32, is_pure=True, pack=1)
             sums += tl.dot(a, tl.reshape(codes, (GROUP, COLUMNS))) * scale[None]
             if SWIGLU:
                 codes = tl.inline_asm_elementwise(UNPACK[j], "=r,r", [word_up], tl.bfloat16, is_pure=True, pack=2)
                 codes = tl.permute(tl.reshape(codes, (GROUP // 32, COLUMNS // 8, 8, 4, 2, 2, 2)), (0, 4, 5, 3, 6, 1, 2))
-                scale = tl.load(scales + g * PADDED + N + column).to(tl.float32)
+                scale = tl.inline_asm_elementwise(SCALE[j], "=r,r", [packed_up], tl.float32, is_pure=True, pack=1)
                 up += tl.dot(a, tl.reshape(codes, (GROUP, COLUMNS))) * scale[None]
+    sums *= tl.load(unit + column)[None]
+    if SWIGLU:
+        up *= tl.load(unit + N + column)[None]
     if norm is not None:
         squares = tl.reduce(tl.where(row == tl.arange(0, 16)[None], products, 0), 1, add)
         factor = tl.rsqrt(squares / K + EPS)[:, None]

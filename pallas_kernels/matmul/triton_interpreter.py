@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_TYPES = {"bfloat16": "bf16", "float32": "fp32", "int16": "i16"}
+_TYPES = {"bfloat16": "bf16", "float32": "fp32", "int16": "i16", "int32": "i32"}
 
 
 class _Memory:
@@ -70,13 +70,14 @@ def run(
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     tl = importlib.import_module("triton.language")
-    seen_as = {tl.bfloat16: jnp.bfloat16, tl.int16: jnp.int16}
+    seen_as = {tl.bfloat16: jnp.bfloat16, tl.int16: jnp.int16, tl.int32: jnp.int32}
     result = np.full(out.shape, np.nan, out.dtype)
     memory = [None if a is None else _Memory(np.ascontiguousarray(a)) for a in arguments]
 
     def inline(asm: str, constraints: str, values: Sequence[Any], kinds: Sequence[Any], pure: bool, pack: int) -> Any:
         got = twins[asm](*(jnp.asarray(v.data.view(seen_as[v.dtype.scalar])) for v in values))
-        handle = interpreter.TensorHandle(np.asarray(got).view(np.uint16), kinds[0].scalar)
+        got = np.asarray(got)
+        handle = interpreter.TensorHandle(got.view(np.uint16) if got.dtype == jnp.bfloat16 else got, kinds[0].scalar)
         return types.SimpleNamespace(get_result=lambda _: handle)
 
     def dot(a: Any, b: Any, total: Any, *_: Any) -> Any:

@@ -61,10 +61,11 @@ def decode(
     from pallas_kernels.matmul import triton_interpreter
 
     out, constants = _shapes(x, weight, **options)
-    twins = {asm: twin for asm, twin in (unpack.to_bf16(weight.bits, j) for j in range(16 // weight.bits))}
+    planes = range(16 // weight.bits)
+    twins = dict([*(unpack.to_bf16(weight.bits, j) for j in planes), *map(unpack.to_scale, planes)])
     return triton_interpreter.run(
         body.decode,
-        [x, weight.words, weight.scales, norm, residual],
+        [x, weight.words, weight.scales, weight.unit, norm, residual],
         out,
         grid=(-(-out.shape[1] // config.columns),),
         constants=constants,
@@ -91,6 +92,7 @@ def _shapes(
         EPS=eps,
         UNPACK=tuple(unpack.to_bf16(weight.bits, j)[0] for j in range(planes)),
         ONE_PLUS=unpack.ONE_PLUS,
+        SCALE=tuple(unpack.to_scale(j)[0] for j in range(planes)),
     )
 
 
@@ -117,6 +119,7 @@ def _launch(
         x,
         weight.words,
         weight.scales,
+        weight.unit,
         norm,
         residual,
         kernel=body.decode,

@@ -94,6 +94,21 @@ def permute_k(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(parts, -3, -2).reshape(x.shape)
 
 
+def scale(words: jax.Array, j: int, interpret: bool) -> jax.Array:
+    """The scales of a tile's group `j` as float32, from the words `[columns]` of its scales."""
+    asm, twin = to_scale(j)
+    return launch.packed(asm, twin, words.astype(jnp.int32), dtype=jnp.float32, interpret=interpret, pack=1)
+
+
+def to_scale(j: int) -> tuple[str, Callable[[jax.Array], jax.Array]]:
+    """Byte `j` of int32 words less 128 as float32: PTX and what it says in jnp. The byte becomes the end of the float 2^23."""
+
+    def twin(w: jax.Array) -> jax.Array:
+        return (((w >> (8 * j)) & 255) - 128).astype(jnp.float32)
+
+    return f"{{ .reg .b32 t; prmt.b32 t, $1, 0x4B000000, 0x765{j:x}; add.rn.f32 $0, t, 0fCB000080; }}", twin
+
+
 ONE_PLUS = "fma.rn.bf16x2 $0, $1, $2, $1;"  # x (1 + w)
 
 

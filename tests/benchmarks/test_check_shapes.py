@@ -73,9 +73,9 @@ def test_the_formula_is_the_artifacts_and_no_other(way, monkeypatch, tmp_path):
     """With two nibbles of every word in the other order the oracle computes something else."""
     right = stored.matrix_values
 
-    def wrong(words, scales, bits, group):
+    def wrong(words, scales, unit, bits, group):
         swapped = ((words.view(np.uint16) & 0xF0F0) >> 4 | (words.view(np.uint16) & 0x0F0F) << 4).view(np.int16)
-        return right(np.ascontiguousarray(swapped), scales, bits, group)
+        return right(np.ascontiguousarray(swapped), scales, unit, bits, group)
 
     monkeypatch.setattr(stored, "matrix_values", wrong)
     out = tmp_path / "theirs.npz"

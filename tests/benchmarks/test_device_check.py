@@ -188,11 +188,11 @@ def test_drawn_weights_have_the_size_that_keeps_activations_and_zeros_in_the_pad
     arrays = random_model.draw_arrays(model, 0)
     (parameter,) = (p for p in parameters_of(model) if p.name == "lm_head")  # 300 columns: padded
     stored, (tensor,) = parameter.stored, parameter.tensors
-    words, scales = arrays["lm_head.words"], arrays["lm_head.scales"]
-    weight = QuantisedWeight(words, scales, stored.bits, stored.group, (tensor.shape[1], tensor.shape[0]))
+    words, scales, unit = (arrays[f"lm_head.{field}"] for field in stored.fields)
+    weight = QuantisedWeight(words, scales, unit, stored.bits, stored.group, (tensor.shape[1], tensor.shape[0]))
     values = np.asarray(dequantise(weight))
     assert values.std() * np.sqrt(values.shape[0]) == pytest.approx(1.0, rel=0.1)
-    assert scales.shape[1] > 300 and not np.asarray(scales[:, 300:], np.float32).any()
+    assert scales.shape[1] > 300 and not np.asarray(unit[300:]).any()
     assert np.asarray(jax.lax.bitcast_convert_type(words, jnp.int8)).min() == -127  # -128 is no code
     # The model without its MTP head has the very same weights.
     plain = random_model.draw_arrays(TextModel(setup.model, jnp.bfloat16, mtp=False, recipe=setup.recipe), 0)

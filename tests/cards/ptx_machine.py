@@ -42,13 +42,14 @@ def ptx_of(case, target="rtx4090"):
 def call(case, arguments, grid):
     """What `case.call(*arguments)` returns on a card, for a case of one kernel whose parameters are arguments, then outputs.
 
-    Outputs hold NaN before the kernel writes them; the outputs of a case with `donate` are those arguments.
+    Outputs hold NaN before the kernel writes them; the last outputs of a case with `donate` are those arguments.
     """
     outputs, tree = jax.tree.flatten(jax.eval_shape(case.call, *case.arguments()))
     given = [np.asarray(x) for x in jax.tree.leaves(arguments)]
     donated = getattr(case, "donate", ())
     empty = [np.full(o.shape, np.nan, o.dtype) for o in outputs]
-    same = [(len(given) + i, at) for i, at in enumerate(donated)]
+    first = len(given) + len(outputs) - len(donated)
+    same = [(first + i, at) for i, at in enumerate(donated)]
     left = run(ptx_of(case), given + empty, grid, same)
     return jax.tree.unflatten(tree, left[len(given) :])
 

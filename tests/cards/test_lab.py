@@ -80,8 +80,8 @@ def test_report_json_plot_and_compare(tmp_path, capsys):
     assert [line.split()[0] for line in printed.out.splitlines()] == ["case", OUT, "delta_fold/1x4"] and not printed.err
     row, fold = json.loads(file.read_text())
     assert FIELDS <= set(row) and FIELDS <= set(fold)
-    # 6144 x 5120 at 4 bits and a bf16 scale per 64: 15.7 + 1.0 MB; x, residual and output on top.
-    weight = 6144 * 5120 // 2 + 6144 * 5120 // 64 * 2
+    # 6144 x 5120 at 4 bits, a byte of scale per 64 and a unit a column: 15.7 + 0.5 MB; x, residual and output on top.
+    weight = 6144 * 5120 // 2 + 6144 * 5120 // 64 + 4 * 5120
     assert row["bytes_moved"] == row["ideal_bytes"] == weight + 2 * 16 * (6144 + 2 * 5120)
     assert row["modelled_us"] == pytest.approx(row["bytes_moved"] / 1008e3) and row["limit"] == "memory"
     assert row["thread_instructions"] == pytest.approx(row["thread_instructions_per_byte"] * weight, abs=1)

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_quantised_matmul import draw, oracle, relative
+from test_quantised_matmul import draw, oracle, poison, relative
 
 from pallas_kernels import inspect, matmul, targets
 from pallas_kernels.lab import registry, rows
 from pallas_kernels.lab.__main__ import main
-from pallas_kernels.matmul import cases, quantised, triton_cases, triton_kernel
+from pallas_kernels.matmul import cases, triton_cases, triton_kernel
 
 OP = "quantised_matmul_triton"
 CASE = cases.Case("", 128, 128)
@@ -96,12 +96,9 @@ class TestKernel:
             np.testing.assert_array_equal(np.asarray(alone, np.float32), np.asarray(together[:count], np.float32))
 
     def test_padding_is_never_read_into_a_result(self):
-        """Codes in padded rows of K and scales in padded columns are poisoned."""
+        """Codes in padded rows of K and units of padded columns are poisoned."""
         x, weight, _, _ = draw(cases.Case("", 200, 100, rows=3))
-        codes, scales = map(np.array, quantised.unpack(weight))
-        codes[200:] = 7
-        scales[:, 100:] = np.nan
-        poisoned = quantised.pack(jnp.asarray(codes, jnp.int8), jnp.asarray(scales), bits=4, shape=(200, 100))
+        poisoned = poison(weight)
         got, want = (triton_kernel.decode(x, w, interpret=True) for w in (poisoned, weight))
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 

@@ -9,7 +9,6 @@ import shutil
 import formats
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -78,7 +77,7 @@ def test_the_quantised_model_takes_them(artifact):
 
 def test_manifest(artifact, source, recipe):
     manifest = json.loads((artifact.path / "manifest.json").read_text())
-    assert manifest["config"] == formats.CONFIG and manifest["complete"] is True and manifest["version"] == 1
+    assert manifest["config"] == formats.CONFIG and manifest["complete"] is True and manifest["version"] == 2
     file = source / "model.safetensors"
     assert manifest["source"]["files"] == {"model.safetensors": {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}}
     assert manifest["recipe"] == recipe.as_json() and {"jax", "orbax-checkpoint", "python"} <= manifest["packages"].keys()
@@ -97,11 +96,15 @@ def test_codes_of_gptq_are_kept(tmp_path, tensors, recipe):
     arrays = made.load()
     parameter = made.parameters[DOWN]
     assert (parameter.made, parameter.stored.bits, parameter.stored.group) == ("repacked", 4, 32)
-    weight = QuantisedWeight(arrays[f"{DOWN}.words"], arrays[f"{DOWN}.scales"], 4, 32, tensors[f"{DOWN}.weight"].shape[::-1])
+    stored = (arrays[f"{DOWN}.{field}"] for field in ("words", "scales", "unit"))
+    weight = QuantisedWeight(*stored, 4, 32, tensors[f"{DOWN}.weight"].shape[::-1])
     ours, scales = (np.asarray(a) for a in unpack(weight))
     expected, theirs = codes[f"{DOWN}.weight"]
     np.testing.assert_array_equal(ours[:192, :256].T, expected)
-    np.testing.assert_array_equal(scales[:6, :256].T, theirs.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32))
+    # To the nearest of 127 steps up to the row's largest scale.
+    theirs = theirs.astype(np.float64)
+    step = theirs.max(axis=1, keepdims=True) / 127
+    np.testing.assert_allclose(scales[:6, :256].T / step, np.rint(theirs / step), rtol=1e-6)
     # The recipe wants 8 bits of the MTP layer: codes of 4 bits are no use there.
     assert made.parameters["mtp.fc"].made == "quantised" and made.parameters["mtp.fc"].stored.bits == 8
     assert made.parameters["layers.0.mlp.gate_up_proj"].made == "repacked" and not made.manifest["notes"]
@@ -153,7 +156,7 @@ def edit(path, change):
         (lambda p: flip(p / "tokenizer.json"), ("tokenizer.json has been changed or damaged",)),
         (lambda p: (p / "chat_template.jinja").unlink(), ("lacks chat_template.jinja",)),
         (lambda p: (p / "manifest.json").write_text('{"format": '), ("manifest.json is not JSON",)),
-        (lambda p: edit(p, lambda m: m.update(version=2)), ("version 2",)),
+        (lambda p: edit(p, lambda m: m.update(version=1)), ("version 1 of the format", "reads 2", "convert again")),
         (lambda p: edit(p, lambda m: m.update(complete=False)), ("was not finished",)),
         (lambda p: edit(p, lambda m: m["parameters"][DOWN].pop("role")), ("manifest.json is damaged", "role")),
         (lambda p: edit(p, lambda m: m["parameters"][DOWN]["arrays"]["words"].update(shape=[2, 2])), (WORDS, "8")),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from typer.testing import CliRunner
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
@@ -26,6 +27,7 @@ from ninfer_jax.model import TextModel, parameters_of
 from ninfer_jax.text import Tokenizer
 from pallas_kernels.embedding import QuantisedRows, lookup
 from pallas_kernels.matmul import QuantisedWeight, dequantise
+from weights import Artifact, tiny_path
 from weights.convert import parameter_key
 
 ENGINE = EngineConfig(context=256, prefill_chunk=64, kv="f32", draft=2)
@@ -44,8 +46,8 @@ def meaning(artifact):
             table = QuantisedRows(arrays[f"{key}.codes"], arrays[f"{key}.scales"], s.bits, s.group)
             values = np.asarray(lookup(table, jnp.arange(rows), jnp.float32))
         else:
-            shape = (spec.tensors[0].shape[1], rows)
-            values = np.asarray(dequantise(QuantisedWeight(arrays[f"{key}.words"], arrays[f"{key}.scales"], s.bits, s.group, shape))).T
+            own, shape = (arrays[f"{key}.{field}"] for field in s.fields), (spec.tensors[0].shape[1], rows)
+            values = np.asarray(dequantise(QuantisedWeight(*own, s.bits, s.group, shape))).T
         for tensor in spec.tensors:
             found[tensor.name], values = values[: tensor.shape[0]], values[tensor.shape[0] :]
     return found
@@ -191,3 +193,24 @@ def test_a_draft_head_of_an_impossible_size(tmp_path, tensors, recipe, count):
         convert(folder, tmp_path / "made", recipe, draft_head=count, draft_text="x")
     done = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "made"), "--draft-head", "64"])
     assert done.exit_code == 1 and "go together" in done.stderr
+
+
+def test_the_bundled_model_in_the_finer_recipe(tmp_path):
+    """`convert tiny`, then `generate`: the Gated DeltaNet projections and the embedding have 8 bits and lie accordingly close to
+    the checkpoint's numbers, attention and MLP have 4."""
+    made = tmp_path / "made"
+    done = CliRunner().invoke(app, ["convert", "tiny", str(made), "--recipe", "q4-quality"])
+    assert done.exit_code == 0 and "recipe q4-quality, from safetensors BF16" in done.stderr, done.output
+    artifact = Artifact.open(made)
+    bits = {(p.role, p.stored.bits) for p in artifact.parameters.values() if p.stored}
+    assert bits == {("embed", 8), ("gdn", 8), ("gdn_gate", 8), ("head", 8), ("mtp", 8), ("attention", 4), ("mlp", 4)}
+    values = meaning(artifact)
+    with safe_open(tiny_path() / "model.safetensors", "pt") as file:
+        for name, fine in (("embed_tokens", True), ("layers.0.linear_attn.out_proj", True), ("layers.1.linear_attn.in_proj_z", True),
+                           ("layers.3.self_attn.o_proj", False), ("layers.3.mlp.down_proj", False)):  # fmt: skip
+            (own,) = (n for n in file.keys() if n.endswith(f"{name}.weight") and "mtp" not in n)
+            expected = file.get_tensor(own).float().numpy()
+            error = np.linalg.norm(values[f"{name}.weight"] - expected) / np.linalg.norm(expected)
+            assert (error < 0.02) == fine and error < 0.15, (name, error)
+    answer = CliRunner().invoke(app, ["generate", str(made), "--prompt", "ROMEO.\n", "--max-new", "12", "--greedy", "--draft", "2"])
+    assert answer.exit_code == 0 and len(answer.stdout.strip()) > 5, answer.output

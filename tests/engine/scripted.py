@@ -43,11 +43,12 @@ class ScriptedRunner(Runner):
 
     def snapshot(self, slot: int, table: np.ndarray) -> dict[str, np.ndarray]:
         """Everything that later rounds depend on: length, recurrent and conv states, and the filled part of the pages."""
-        state = self._state
+        self.settle()
+        state, window = self._state, self._programs.config.conv_width - 1
         length = int(state.slots.length[slot])
         arrays = {"length": np.array(length)}
         for layer, (recurrent, conv) in enumerate(zip(state.recurrent, state.conv, strict=True)):
-            arrays[f"recurrent{layer}"], arrays[f"conv{layer}"] = np.asarray(recurrent[slot]), np.asarray(conv[slot])
+            arrays[f"recurrent{layer}"], arrays[f"conv{layer}"] = np.asarray(recurrent[slot]), np.asarray(conv[slot, :window])
         for layer, pool in enumerate(state.kv):
             for at, leaf in enumerate(jax.tree.leaves(read_tokens(pool, table, length))):
                 arrays[f"pages{layer}.{at}"] = np.asarray(leaf)

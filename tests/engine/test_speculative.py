@@ -117,8 +117,8 @@ def test_rows_in_one_pass_agree_with_rows_one_by_one(prompt):
     engine = load(3, "f32", context=256)
     truth, snapshots = run(engine, prompt, GREEDY, budget=48)
     together = Programs(
-        TextModel(engine.model_config, jnp.dtype("float32"), mtp=True), engine.programs.shape, engine.programs.chunk,
-        engine.tokenizer.vocab_size, "cpu", rows_together=True,
+        TextModel(engine.model_config, jnp.dtype("float32"), mtp=True), engine.programs.shape._replace(rows_together=True),
+        engine.programs.chunk, engine.tokenizer.vocab_size, "cpu",
     )  # fmt: skip
     engine._programs = together
     sequence, states = run(engine, prompt, GREEDY, budget=48)

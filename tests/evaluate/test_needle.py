@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import types
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
+from ninfer_jax.evaluate import needle
 from ninfer_jax.evaluate.forced import ForcedDecoder
 from ninfer_jax.evaluate.needle import answer_nats, haystack, needle_grid, question
 
@@ -98,3 +100,77 @@ def test_a_grid_without_messages(engine, ids):
     assert all(c.found in (0, 1) and c.answer_nats != c.blind_nats for c in cells)
     with pytest.raises(ValueError, match="context holds 512 tokens, length 500 needs 564"):
         needle_grid(engine, text, [500], (0.0,), 1, 0, chat=False)
+
+
+class CopyingDecoder:
+    """In place of `ForcedDecoder`: bytes are tokens. After a question it expects the number that `find` gives, digit by digit,
+    e^9 times as much as any other byte; where that gives none, after a wrong digit, and elsewhere, all 256 alike."""
+
+    find = staticmethod(lambda text, key: None)
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    @contextmanager
+    def sequence(self, tokens):
+        read = []
+
+        def logits():
+            found = np.zeros(260, np.float32)
+            text, _, rest = bytes(read).decode().rpartition("\nThe secret number of ")
+            key, _, said = rest.partition(" is")
+            number = self.find(text, key)
+            if number is not None and f" {number}".startswith(said) and len(said) <= len(number):
+                found[f" {number}".encode()[len(said)]] = 9
+            return found
+
+        def feed(ids):
+            read.extend(ids)
+            assert len(read) <= tokens
+            return logits()
+
+        yield types.SimpleNamespace(prefill=feed, step=lambda token: feed([token]))
+
+
+class Continuer:
+    """Continues a text as CopyingDecoder expects it to go on, greedily."""
+
+    context = 10_000
+    tokenizer = types.SimpleNamespace(encode=encode, decode=lambda ids: bytes(ids).decode(), vocab_size=256)
+
+    def generate(self, ids, params):
+        assert params.temperature == 0
+        said = []
+        with CopyingDecoder(self).sequence(10_000) as sequence:
+            row = sequence.prefill(ids)
+            while row.any() and len(said) < params.max_new_tokens:
+                said.append(int(row.argmax()))
+                row = sequence.step(said[-1])
+        return types.SimpleNamespace(text=bytes(said).decode())
+
+
+def looked_up(text, key):
+    found = text.rpartition(f"secret number of {key} is ")
+    return found[2][:5] if found[1] else None
+
+
+def nearest(text, key):
+    return text.rpartition(" is ")[2][:5] if "secret number" in text else None
+
+
+@pytest.mark.parametrize("find, sees", [(looked_up, (True, True, True)), (nearest, (False, False, True))])
+def test_a_model_that_copies_is_found_out(monkeypatch, find, sees):
+    """One that looks the key up finds every needle; one that copies the last number it read, only the last needle. A number
+    costs nothing where the needle is there, and without it what a blind guess, or a wrong one, costs."""
+    monkeypatch.setattr(needle, "ForcedDecoder", CopyingDecoder)
+    monkeypatch.setattr(CopyingDecoder, "find", staticmethod(find))
+    cells = needle_grid(Continuer(), HAY, [300, 800], DEPTHS, 2, 0, chat=False)
+    right, blind = np.log1p(255 * np.exp(-9)), np.log(256)
+    assert [(c.length, c.depth) for c in cells] == [(length, depth) for length in (300, 800) for depth in DEPTHS]
+    for c, seen in zip(cells, sees * 2, strict=True):
+        assert c.found == seen and c.asked == 2
+        assert c.answer_nats == pytest.approx(right, abs=1e-4) if seen else c.answer_nats > 4
+        if find is looked_up:
+            assert c.blind_nats == pytest.approx(blind, abs=1e-4)
+        else:
+            assert c.blind_nats > 4

@@ -36,8 +36,8 @@ class Harness:
         )
         self.parameters = fill(described, arrays)
         engine = EngineConfig(context=CONTEXT, slots=slots, draft=draft, kv=kv, prefill_chunk=CHUNK)
-        self.shape = state_shape(self.config, engine, kv, dtype)
-        self.programs = Programs(model, self.shape, CHUNK, self.config.vocab_size, "cpu", rows_together)
+        self.shape = state_shape(self.config, engine, kv, dtype, rows_together)
+        self.programs = Programs(model, self.shape, CHUNK, self.config.vocab_size, "cpu")
 
     @property
     def model(self) -> TextModel:
@@ -123,11 +123,13 @@ class Sequence:
 
     @property
     def recurrent(self) -> list[np.ndarray]:
+        self.state = self._programs.settle(self.state)
         return [np.asarray(x[self._slot]) for x in self.state.recurrent]
 
     @property
     def conv(self) -> list[np.ndarray]:
-        return [np.asarray(x[self._slot]) for x in self.state.conv]
+        self.state = self._programs.settle(self.state)
+        return [np.asarray(x[self._slot, : self._programs.config.conv_width - 1]) for x in self.state.conv]
 
     def pages(self, tokens: int) -> list[tuple[Packed, Packed]]:
         """Packed keys and values of the first `tokens` tokens, a pair a full-attention layer, leaves `[tokens, kv_heads, ...]`."""

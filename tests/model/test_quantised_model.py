@@ -1,6 +1,7 @@
 """The model over quantised weights, as a card runs it, against the plain model over the numbers those weights stand for."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.model import TextModel, fill, fill_arrays, parameters_of, split_model
 from ninfer_jax.programs import PrefillInputs, Programs, admission
 from ninfer_jax.state import allocate_state, state_shape
+from pallas_kernels import launch
 from pallas_kernels.embedding import QuantisedRows, lookup
 from pallas_kernels.matmul import QuantisedWeight, dequantise, quantise
 from weights import join, quantise_tensors
@@ -54,8 +56,8 @@ def models():
     for model, how in ((quantised, "arrays"), (plain, "tensors")):
         _, described = split_model(model)
         filled = fill_arrays(described, arrays) if how == "arrays" else fill(described, {n: jnp.asarray(t) for n, t in tensors.items()})
-        shape = state_shape(CONFIG, engine, "bf16", model.dtype)
-        done.append((Programs(model, shape, CHUNK, 290, "cpu", rows_together=True), jax.tree.leaves(filled), shape))
+        shape = state_shape(CONFIG, engine, "bf16", model.dtype, rows_together=True)
+        done.append((Programs(model, shape, CHUNK, 290, "cpu"), jax.tree.leaves(filled), shape))
     return done
 
 
@@ -74,7 +76,7 @@ def meaning(parameter, stored):
     if s.kind == "rows":
         table = QuantisedRows(jnp.asarray(stored["codes"]), jnp.asarray(stored["scales"]), s.bits, s.group)
         return np.asarray(lookup(table, jnp.arange(rows), jnp.float32))
-    weight = QuantisedWeight(jnp.asarray(stored["words"]), jnp.asarray(stored["scales"]), s.bits, s.group, (columns, rows))
+    weight = QuantisedWeight(*(jnp.asarray(stored[field]) for field in s.fields), s.bits, s.group, (columns, rows))
     return np.asarray(dequantise(weight)).T
 
 
@@ -93,6 +95,7 @@ def run(programs, parameters, shape, ids):
     for _ in range(2):
         state, out = programs.decode_round(parameters, state)
         emitted += np.asarray(out.tokens)[0, : int(out.emitted[0])].tolist()
+    state = programs.settle(state)
     return hidden, np.asarray(logits)[: len(ids), :290], emitted, np.asarray(state.recurrent[0][0])
 
 
@@ -107,6 +110,23 @@ def test_quantised_weights_change_nothing_but_their_rounding(models):
     assert clear.sum() > 10
     np.testing.assert_array_equal(ours[1].argmax(-1)[clear], theirs[1].argmax(-1)[clear])
     assert ours[2][0] == int(ours[1][-1].argmax())  # the head's candidates and its logits agree
+
+
+@pytest.mark.parametrize(
+    ("rows", "launches"),
+    [(3, ["w4_w8_pair_norm", "w4_decode_add"]), (20, ["w4_prefill_bf16", "w8_prefill_bf16", "w4_prefill_bf16_add"])],
+)
+def test_launches_of_a_delta_layer(models, rows, launches):
+    """Both input projections of a decode step are one. Around them stands nothing but what the test recurs by."""
+    programs, parameters, _ = models[0]
+    layer = programs.build(parameters).layers[0]
+
+    def mix(h):
+        return layer.linear_attn(h, layer.input_layernorm, lambda projected, ab: projected[:, :128] + ab.sum())
+
+    with launch.lowering_for("cuda"):
+        traced = jax.make_jaxpr(mix)(jax.ShapeDtypeStruct((rows, CONFIG.hidden_size), jnp.bfloat16))
+    assert re.findall(r"\bname=(w[48]_\w+)", str(traced)) == launches
 
 
 def test_a_recipe_needs_bfloat16_and_a_head_of_its_own():
@@ -129,7 +149,8 @@ def test_drafts_from_a_reduced_head_are_ids_of_the_whole_one(models):
         columns = jnp.asarray(dequantise(whole.lm_head.quantised))[:, jnp.asarray(ids)]
         head = quantise(columns, bits=FINE.bits, group=FINE.group)
         arrays = dict(zip([".".join(map(str, path)) for path, _ in nnx.to_flat_state(split_model(whole)[1])], parameters, strict=True))
-        arrays |= {"mtp.draft_head.words": head.words, "mtp.draft_head.scales": head.scales, "mtp.draft_ids": jnp.asarray(ids, jnp.int32)}
+        arrays |= {f"mtp.draft_head.{field}": getattr(head, field) for field in ("words", "scales", "unit")}
+        arrays["mtp.draft_ids"] = jnp.asarray(ids, jnp.int32)
         reduced = nnx.merge(graph, fill_arrays(described, arrays))
         assert reduced.has_draft_head and not whole.has_draft_head
         np.testing.assert_array_equal(reduced.reduced_choice(hidden), ids[logits[:, ids].argmax(1)])

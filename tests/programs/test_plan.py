@@ -20,7 +20,7 @@ RUN = CliRunner()
 
 
 def compilation(name: str, temporary: int) -> Compilation:
-    return Compilation(name, "rtx4090", 0.0, 0.0, __import__("collections").Counter(), 0, 0, 0, 0, 0, 0, 0, temporary)
+    return Compilation(name, "rtx4090", 0.0, 0.0, __import__("collections").Counter(), 0, 0, 0, 0, 0, 0, 0, 0, temporary)
 
 
 def plan_27b(**shapes: object):
@@ -32,15 +32,17 @@ def plan_27b(**shapes: object):
 
 def test_the_27b_by_hand() -> None:
     """Pages: 16 attention layers and the MTP layer x 4 KV heads x 272 bytes a token, and page 0. States: 48 layers of 48
-    128 x 128 float32 matrices and 3 columns of 10,240 bfloat16 inputs."""
+    128 x 128 float32 matrices, and for the rows that wait rings of 2 x (3 + 1) rows: 10,240 bfloat16 inputs, and in float32 keys
+    of 16 heads, values of 48, and a decay and a beta of each of the 48."""
     _, made = plan_27b()
     assert made.kv == 17 * 4 * 272 * (262_144 + 64)
-    gdn = 48 * (48 * 128 * 128 * 4 + 3 * 10_240 * 2)
+    gdn = 48 * (48 * 128 * 128 * 4 + 8 * (10_240 * 2 + (16 * 128 + 48 * 128 + 48 + 48) * 4))
     assert gdn < made.state < gdn + (4 << 20)  # sampling: counts, biases and flags of 248,320 ids
     body = 64 * 3 * 5120 * 17_408 + 16 * (5120 * 14_336 + 6144 * 5120) + 48 * (5120 * 16_384 + 6144 * 5120)
     by_role = made.weights
-    assert by_role["mlp"] + by_role["attention"] + by_role["gdn"] == pytest.approx(body * (0.5 + 2 / 64), rel=2e-3)
-    assert by_role["head"] == 248_320 * 5120 * (1 + 2 / 32)
+    columns = 64 * (2 * 17_408 + 5120) + 16 * (14_336 + 5120) + 48 * (16_384 + 5120)  # each with a float32 unit
+    assert by_role["mlp"] + by_role["attention"] + by_role["gdn"] == body * (0.5 + 1 / 64) + 4 * columns
+    assert by_role["head"] == 248_320 * (5120 * (1 + 1 / 128) + 4)
     assert by_role["embed"] == 248_320 * 5120 * (0.5 + 2 / 64)
     assert max(made.workspace.values()) == 100 << 20 and made.executables == 5 * (4 << 20)
 

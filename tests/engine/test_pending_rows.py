@@ -1,0 +1,138 @@
+"""Rows that wait for the next round, where a round's rows go together: they are neither lost, nor counted twice, nor seen
+by another slot, whatever comes between the rounds."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripted import GREEDY, PROMPTS, ScriptedRunner, load
+
+from ninfer_jax import Engine, SamplingParams
+from ninfer_jax.engine.sequence import Sequence
+from ninfer_jax.model import TextModel
+from ninfer_jax.programs import PrefillInputs, Programs
+
+WINDOW = 3  # raw inputs that the convolution of the bundled model looks back
+
+
+@pytest.fixture(scope="module")
+def alone() -> Engine:
+    """Rows one by one: nothing ever waits."""
+    return load(3, "f32", slots=2, context=256)
+
+
+@pytest.fixture(scope="module")
+def together(alone) -> Engine:
+    """The same engine in the form that a GPU runs."""
+    engine = load(3, "f32", slots=2, context=256)
+    model = TextModel(engine.model_config, jnp.dtype("float32"), mtp=True)
+    shape = engine.programs.shape._replace(rows_together=True)
+    engine._programs = Programs(model, shape, engine.programs.chunk, engine.tokenizer.vocab_size, "cpu")
+    return engine
+
+
+def sequence(engine: Engine, prompt: str, budget: int, params: SamplingParams = GREEDY) -> Sequence:
+    return Sequence(engine.tokenizer.encode(prompt), params, budget, 0, (), engine.tokenizer)
+
+
+def started(engine: Engine, *budgets: int) -> tuple[ScriptedRunner, list[Sequence]]:
+    """Sequences after their first rounds, with rows that wait in every slot."""
+    runner = ScriptedRunner(engine)
+    sequences = [sequence(engine, prompt, budget) for prompt, budget in zip(PROMPTS, budgets)]
+    for one in sequences:
+        runner.submit(one)
+    for _ in range(3):
+        runner.advance()
+    return runner, sequences
+
+
+def arrays_of(state, slot: int) -> list[np.ndarray]:
+    """All that a slot's later rounds read of its delta layers."""
+    return [np.asarray(x[slot]) for x in jax.tree.leaves((state.recurrent, state.conv, state.pending))]
+
+
+def assert_same(got: list[np.ndarray], want: list[np.ndarray]) -> None:
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_many_sequences_through_two_slots(alone, together):
+    """Slots change hands in the middle of the other's answer, with a round always under way; nothing is settled but by
+    prefills. Tokens are those of rows one by one."""
+    budgets = [40, 9, 23, 30, 5, 17]
+    answers = []
+    for engine in (alone, together):
+        runner = ScriptedRunner(engine)
+        runner.look_ahead = True
+        sequences = [sequence(engine, prompt, budget) for prompt, budget in zip(PROMPTS, budgets)]
+        for one in sequences:
+            runner.submit(one)
+        while not all(one.finished for one in sequences):
+            runner.advance()
+        answers.append([one.tokens for one in sequences])
+    assert answers[0] == answers[1] and [len(tokens) for tokens in answers[0]] == budgets
+
+
+def test_settling_changes_nothing_that_follows(together):
+    """After every round, and never: the same tokens, and the same states to rounding."""
+    (left, _), (settled, _) = (started(together, 100, 100) for _ in range(2))
+    assert np.asarray(left.state.pending.count).all()
+    for _ in range(6):
+        settled.settle()
+        assert not np.asarray(settled.state.pending.count).any()
+        left.advance()
+        settled.advance()
+    for runner in (left, settled):
+        runner.settle()
+    for slot in (0, 1):
+        assert int(left.state.slots.length[slot]) == int(settled.state.slots.length[slot]) > 20
+        for layer, (got, want) in enumerate(zip(left.state.recurrent, settled.state.recurrent, strict=True)):
+            np.testing.assert_allclose(got[slot], want[slot], atol=2e-5 * np.abs(want[slot]).max(), err_msg=f"layer {layer}")
+        for got, want in zip(left.state.conv, settled.state.conv, strict=True):
+            np.testing.assert_allclose(got[slot, :WINDOW], want[slot, :WINDOW], atol=2e-5 * np.abs(want[slot]).max())
+
+
+def test_prefill_lets_what_waits_in_its_slot_enter_first(together):
+    """A chunk appended in the middle of an answer: as if everything had been settled before. The other slot keeps its bits,
+    what waits in it included."""
+    programs, tokens = together.programs, np.array([7, 8, 9] + [0] * 61, np.int32)
+
+    def append(settle: bool):
+        runner, _ = started(together, 100, 100)
+        if settle:
+            runner.settle()
+        before, length = arrays_of(runner.state, 1), int(runner.state.slots.length[0])
+        positions = np.broadcast_to(length + np.arange(64, dtype=np.int32), (3, 64)).copy()
+        inputs = PrefillInputs(np.int32(0), tokens, np.full(64, -1, np.int32), np.int32(3), positions)
+        state, hidden = programs.prefill(runner._parameters, runner.state, inputs)
+        assert_same(arrays_of(state, 1), before)
+        assert int(state.pending.count[0]) == int(state.pending.start[0]) == 0
+        return [np.asarray(hidden[:3]), *(np.asarray(x[0]) for x in state.recurrent), *(np.asarray(x[0, :WINDOW]) for x in state.conv)]
+
+    assert_same(append(settle=False), append(settle=True))
+
+
+def test_a_round_leaves_a_slot_that_has_ended_as_it_is(together):
+    """Its last rows still wait; further rounds for the other slot neither drop them nor let them enter twice."""
+    runner, (first, second) = started(together, 8, 100)
+    runner._release = lambda sequence: None  # keep the slot as the last round left it
+    while not first.finished:
+        runner.advance()
+    before = arrays_of(runner.state, 0)
+    length = len(second.tokens)
+    for _ in range(3):
+        runner.advance()
+    assert len(second.tokens) > length
+    assert_same(arrays_of(runner.state, 0), before)
+
+
+def test_admission_forgets_what_waits(together):
+    runner, (first, _) = started(together, 100, 100)
+    assert int(runner.state.pending.count[0]) and int(runner.state.pending.start[0])
+    runner.cancel(first)
+    runner._admit(sequence(together, PROMPTS[5], 10), 0)
+    pending = runner.state.pending
+    assert int(pending.count[0]) == int(pending.start[0]) == 0 and int(pending.count[1])
+    assert not any(np.asarray(x[0]).any() for x in (*runner.state.recurrent, *runner.state.conv))
