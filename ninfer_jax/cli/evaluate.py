@@ -35,7 +35,7 @@ _MEASURES = "ppl: loss. kld: divergence at decode width. needle: retrieval. drif
 # What each measure takes beside the options of all, with its defaults; an option that a measure does not take is refused.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ppl": {"window": 2048, "stride": 1024, "tokens": None},
-    "kld": {"reference": None, "depths": "0,1024", "tokens": 512},
+    "kld": {"reference": None, "against": None, "depths": "0,1024", "tokens": 512},
     "needle": {"lengths": "512,1024,2048", "depths": "0,0.25,0.5,0.75,1", "trials": 3, "seed": 0, "chat": False},
     "drift": {"reference": "float64", "tokens": 4096, "every": 512},
     "acceptance": {"drafts": "1,2,3,4,5", "prompts": 16, "prompt_tokens": 200, "max_new": 128},
@@ -51,6 +51,9 @@ def evaluate(
     window: Annotated[int | None, _Option(min=1, help="ppl: tokens of a window.")] = None,
     stride: Annotated[int | None, _Option(min=1, help="ppl: new tokens a window.")] = None,
     reference: Annotated[str | None, _Option(help="kld: a format (default bf16). drift: float64 or decode.")] = None,
+    against: Annotated[
+        str | None, _Option(help="kld: another model directory to compare with, the checkpoint of an artifact for instance.")
+    ] = None,
     depths: Annotated[str | None, _Option(help="kld: tokens before the steps. needle: places from 0 to 1.")] = None,
     lengths: Annotated[str | None, _Option(help="needle: tokens of the haystack.")] = None,
     trials: Annotated[int | None, _Option(min=1, help="needle: haystacks a length.")] = None,
@@ -69,7 +72,7 @@ def evaluate(
 ) -> None:
     """Measure a model on a text: loss, divergence by KV format, needles, drift of its state, accepted drafts."""
     console = Console(stderr=True, highlight=False, emoji=False)
-    given = dict(tokens=tokens, window=window, stride=stride, reference=reference, depths=depths, lengths=lengths, trials=trials,
+    given = dict(tokens=tokens, window=window, stride=stride, reference=reference, against=against, depths=depths, lengths=lengths, trials=trials,
                  seed=seed, chat=chat or None, every=every, drafts=drafts, prompts=prompts, prompt_tokens=prompt_tokens,
                  max_new=max_new)  # fmt: skip
     try:
@@ -133,27 +136,32 @@ class Job:
     def __init__(self, console: Console, model: str, text: str, formats: list[str | None], chunk: int, dtype: str, verify: bool):
         from ninfer_jax.engine import allocator
         from pallas_kernels.kv_codecs import check_format
-        from weights import tiny_path
 
         allocator.reserve(None)  # before JAX starts: engines of several sizes follow one another
 
         for kv in formats:
             if kv is not None:  # before the first engine loads, not when its turn comes
                 check_format(kv)
-        path = Path(model)
         self.console, self.text, self.formats = console, text, formats
-        self.path = tiny_path() if model == "tiny" and not path.exists() else path
+        self.path = self.model_path(model)
         self._shapes = {"prefill_chunk": chunk, "dtype": dtype}
         self._verify, self.device = verify, ""
 
-    def load(self, kv: str | None, context: int, draft: int = 0) -> Engine:
+    @staticmethod
+    def model_path(name: str) -> Path:
+        from weights import tiny_path
+
+        return tiny_path() if name == "tiny" and not Path(name).exists() else Path(name)
+
+    def load(self, kv: str | None, context: int, draft: int = 0, path: Path | None = None) -> Engine:
+        """path: of another model than the one that is measured."""
         from ninfer_jax.config import EngineConfig
         from ninfer_jax.engine import Engine
 
         gc.collect()  # the engine before is part of a cycle; a card has no room for both
         config = EngineConfig(context=context, kv=kv, draft=draft, **self._shapes)
         with self.progress(f"loading, kv {kv or 'auto'}, draft {draft}") as tell:
-            engine = Engine.load(self.path, config, verify=self._verify, progress=lambda stage, done, total: tell(done, total))
+            engine = Engine.load(path or self.path, config, verify=self._verify, progress=lambda stage, done, total: tell(done, total))
         self.device = engine.device
         return engine
 
@@ -187,21 +195,26 @@ def _kld(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
     from ninfer_jax.evaluate import divergence, plots
     from pallas_kernels.kv_codecs import check_format
 
-    depths, tokens = options["depths"], options["tokens"]
+    depths, tokens, against = options["depths"], options["tokens"], options["against"]
     options["reference"] = check_format(options["reference"] or "bf16")
-    others = [kv for kv in job.formats if kv not in (None, options["reference"])]
+    # Against another model its own format is worth comparing too, and is what is compared where none is given.
+    others = [kv for kv in job.formats if kv and (against or kv != options["reference"])] or ([options["reference"]] if against else [])
     if not others:
         raise ValueError(f"kld: give the formats to compare with {options['reference']} as --kv, for instance --kv int8,rk4v4-e8")
-    found, results = {}, []
-    for kv in (options["reference"], *others):
-        engine = job.load(kv, max(depths) + tokens)
+
+    def distributions(kv: str, path: Path | None = None) -> tuple[list[int], list[np.ndarray]]:
+        engine = job.load(kv, max(depths) + tokens, path=path)
         ids = job.ids(engine)
-        with job.progress(f"decode steps, kv {kv}") as tell:
-            found[kv] = divergence.decode_logprobs(engine, ids, depths, tokens, tell)
-        del engine
-        if kv == options["reference"]:
-            continue
-        for depth, reference, own in zip(depths, found[options["reference"]], found.pop(kv), strict=True):
+        with job.progress(f"decode steps, kv {kv}{f' of {path}' if path else ''}") as tell:
+            return ids, divergence.decode_logprobs(engine, ids, depths, tokens, tell)
+
+    ids, expected = distributions(options["reference"], job.model_path(against) if against else None)
+    results = []
+    for kv in others:
+        own_ids, found = distributions(kv)
+        if own_ids != ids:
+            raise ValueError(f"--against {against}: its tokenizer makes other ids of the text, so its distributions are of other tokens")
+        for depth, reference, own in zip(depths, expected, found, strict=True):
             results.append(divergence.compare(kv, depth, reference, own, ids[depth + 1 : depth + 1 + tokens]))
     if plot:
         plots.plot_divergences(plot / "kld.png", results, options["reference"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from ninfer_jax import Engine
+from ninfer_jax.cli.evaluate import Job
 from ninfer_jax.cli.main import app
 from ninfer_jax.evaluate.divergence import compare, decode_logprobs
 from ninfer_jax.evaluate.perplexity import text_loss
@@ -24,8 +26,9 @@ def invoke(monkeypatch, tmp_path, engine, coarse_engine):
     asked = []
 
     def load(path, config, *, verify, progress):
-        assert path == tiny_path()
+        assert path in (tiny_path(), Path("checkpoint"))
         asked.append(config)
+        call.paths.append(path)
         call.verified = verify
         progress("weights", 1, 1)
         return coarse_engine if config.kv == "rk4v4" else engine
@@ -37,7 +40,7 @@ def invoke(monkeypatch, tmp_path, engine, coarse_engine):
         result = CliRunner().invoke(app, command, env={"COLUMNS": "250"})
         return result.exit_code, result.stdout, result.stderr, json.loads(out.read_text()) if out.exists() else None
 
-    call.asked = asked
+    call.asked, call.paths = asked, []
     return call
 
 
@@ -63,6 +66,22 @@ def test_kld_with_a_picture(invoke, engine, coarse_engine, ids, tmp_path):
     assert [r["kl"] for r in figures["results"]] == expected and all(expected)
     picture = (pictures / "kld.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and 3000 < len(picture) < 100_000
+
+
+def test_kld_against_another_model(invoke, engine, ids, monkeypatch):
+    """The reference is the other model; without --kv both have the reference's format."""
+    arguments = ("--against", "checkpoint", "--reference", "f32", "--depths", "0,64", "--tokens", "5")
+    code, _, stderr, figures = invoke("kld", "--kv", "rk4v4", *arguments)
+    assert code == 0, stderr
+    assert invoke.paths == [Path("checkpoint"), tiny_path()] and [c.kv for c in invoke.asked] == ["f32", "rk4v4"]
+    assert [r["kv"] for r in figures["results"]] == ["rk4v4"] * 2 and all(r["kl"] > 0 for r in figures["results"])
+    assert figures["options"]["against"] == "checkpoint"
+    code, _, stderr, figures = invoke("kld", *arguments)
+    assert code == 0 and [(r["kv"], r["kl"]) for r in figures["results"]] == [("f32", 0.0)] * 2, stderr
+    texts = iter((ids, ids[1:]))
+    monkeypatch.setattr(Job, "ids", lambda job, engine: next(texts))
+    code, _, stderr, _ = invoke("kld", *arguments)
+    assert code == 1 and stderr.strip().splitlines()[-1].startswith("error: --against checkpoint: its tokenizer makes other ids")
 
 
 def test_the_others(invoke, tmp_path):
