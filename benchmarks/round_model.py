@@ -71,11 +71,11 @@ def timed(card: targets.Target, row: rows.Row, share: float = 1.0) -> Timed:
     return Timed(moved, instructions, adds, row.launches, seconds * 1e6 + row.launches * LAUNCH_US)
 
 
-def plain_round_steps(target: str, kv: str) -> int:
-    """Launches and copies of the 27B's round of one slot without drafts, compiled, when it draws greedily."""
+def compiled_steps(program: str, target: str, kv: str) -> int:
+    """Launches and copies of a program of the 27B for one slot without drafts, compiled; a round's when it draws greedily."""
     model, named = model_of(MODEL)
     setup = resolve(model, named, EngineConfig(context=CONTEXT, draft=0, kv=kv, prefill_chunk=CHUNK), "cuda", recipe("q4"))
-    return compile_program("decode_round", setup.programs().source("decode_round"), target)[1].shortest
+    return compile_program(program, setup.programs().source(program), target)[1].shortest
 
 
 def _by_rows(case: Case, counts: set[int]) -> list[Case]:
@@ -102,7 +102,8 @@ class Model:
         cases = [one for c in cases for one in (_by_rows(c, {1, draft + 1}) if isinstance(c, Case) and c.rows <= 16 else [c])]
         self.rows = {f"{c.op}/{c.name}": rows.measure(c, target) for c in track(cases, "compiling", console=Console(stderr=True))}
         self.small_operations = 0
-        self.small_operations = plain_round_steps(target, kv) - sum(launches for launches, _ in self._parts(DEPTHS[0], 1).values())
+        self.prefill_steps = compiled_steps("prefill", target, kv)
+        self.small_operations = compiled_steps("decode_round", target, kv) - sum(launches for launches, _ in self._parts(DEPTHS[0], 1).values())
 
     def us(self, name: str, share: float = 1.0) -> float:
         return timed(self.card, self.rows[name], share).us
@@ -161,10 +162,17 @@ class Model:
         adds = CHUNK * (GDN_LAYERS * (HIDDEN * 16384 + 6144 * HIDDEN) + ATTENTION_LAYERS * (HIDDEN * 14336 + 6144 * HIDDEN))
         attention = self.rows[f"prefill_attention/{self.kv}"]
         share = max(depth - CHUNK / 2, CHUNK / 2) / (32_768 - CHUNK / 2)
+        counted = sum(
+            count * self.rows[name].launches
+            for count, name in (
+                (LAYERS, m + "mlp.gate_up.prefill_int8"), (LAYERS, m + "mlp.down.prefill_int8"), (GDN_LAYERS, "delta_prefill/1024x1of1"),
+                (ATTENTION_LAYERS, f"prefill_attention/{self.kv}"), (ATTENTION_LAYERS, "kv_append/prefill.rk4v4-e8"),
+            )
+        )  # fmt: skip
         return (
             LAYERS * (gate_up + down) + adds * per_add + GDN_LAYERS * self.us("delta_prefill/1024x1of1")
             + ATTENTION_LAYERS * (timed(self.card, attention, share).us + self.us("kv_append/prefill.rk4v4-e8"))
-            + 700 * LAUNCH_US
+            + (self.prefill_steps - counted) * LAUNCH_US
         )  # fmt: skip
 
     def prefill_rate(self, tokens: int) -> float:
