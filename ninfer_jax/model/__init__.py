@@ -5,11 +5,12 @@ the delta rule; q_proj is `[query | gate]` per head and the gate is a sigmoid; R
 in rotate-half pairs; the convolution's last tap is the current token; decay comes before the delta-rule read-out.
 """
 
-from ninfer_jax.model.parameters import ParameterSpec, checkpoint_tensors, fill, fill_arrays, join_and_put, parameter_specs, parameters_of, split_model
+from ninfer_jax.model.parameters import (
+    ParameterSpec, checkpoint_tensors, fill, fill_arrays, join_and_put, parameter_specs, parameters_of, split_model,
+)  # fmt: skip
 from ninfer_jax.model.text import DecoderLayer, MTPHead, TextModel
 
 __all__ = [
     "DecoderLayer", "MTPHead", "ParameterSpec", "TextModel", "checkpoint_tensors", "fill", "fill_arrays", "join_and_put",
-    "parameter_specs",
-    "parameters_of", "split_model",
+    "parameter_specs", "parameters_of", "split_model",
 ]  # fmt: skip
