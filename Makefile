@@ -27,7 +27,7 @@ LANE312_WITHOUT := tests/decoding/test_sampling.py
 # Kernels there on the RTX 4090 alone; every case on every card is compiled once, in the older lane.
 LANE312_CARDS := $(filter-out tests/cards/test_every_card.py,$(wildcard tests/cards/test_*.py))
 
-INPUTS := pyproject.toml constraints/install.sh $(wildcard constraints/*.txt)
+INPUTS := pyproject.toml setup.py constraints/install.sh $(wildcard constraints/*.txt)
 
 .PHONY: demo test test-engine test-cards test-lane312 check-27b check-shapes train heldout clean
 
@@ -55,11 +55,11 @@ test-lane312: .venv312/.installed-test-cards
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv312/bin/python -m pytest -n 2 --dist loadscope $(LANE312_TESTS) $(LANE312_CARDS) $(LANE312_WITHOUT:%=--ignore=%)
 
 train: .venv/.installed-train
-	.venv/bin/python examples/train_tiny.py --steps 4000 --stop 1600
-	.venv/bin/python examples/train_tiny.py --resume --steps 1400 --rate 1.5e-3
+	.venv/bin/python weights/training/train_tiny.py --steps 4000 --stop 1600
+	.venv/bin/python weights/training/train_tiny.py --resume --steps 1400 --rate 1.5e-3
 
 heldout: .venv/.installed-train
-	.venv/bin/python examples/heldout_tiny.py
+	.venv/bin/python weights/training/heldout_tiny.py
 
 clean:
 	rm -rf .venv .venv312 .venv-cards

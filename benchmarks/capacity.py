@@ -105,11 +105,15 @@ def main() -> None:
         figures.append((MAX_CONTEXT, filled, statistics.median(large.step() for _ in range(options.steps))))
     large.stop()
 
-    table = Table("capacity", "tokens filled", "ms a step (median)", title=f"load average {load:.1f}, {len(os.sched_getaffinity(0))} cores")
+    table = Table(
+        "capacity", "tokens filled", "ms a step (median)", title=f"load average {load:.1f}, {len(os.sched_getaffinity(0))} cores"
+    )
     for capacity, filled, seconds in figures:
         table.add_row(f"{capacity:,}", f"{filled:,}", f"{seconds * 1e3:.2f}")
     _console.print(table)
-    _console.print(f"median of {len(ratios)} paired ratios, {MAX_CONTEXT:,} against {SMALL:,} with {FILLED} tokens filled: {ratio:.3f}")
+    _console.print(
+        f"median of {len(ratios)} paired ratios, {MAX_CONTEXT:,} against {SMALL:,} with {FILLED} tokens filled: {ratio:.3f}"
+    )
     if options.json:
         rows = [{"capacity": c, "filled": n, "seconds": s} for c, n, s in figures]
         options.json.write_text(json.dumps({"ratio": ratio, "load": load, "steps": rows}, indent=1), encoding="utf-8")

@@ -18,20 +18,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from ninfer_jax.config import EngineConfig, preset, recipe
+from ninfer_jax.model import TextModel
+from ninfer_jax.programs import Programs
+from ninfer_jax.programs.card import Compilation, Source, compile_program
+from ninfer_jax.programs.verify import verify_rows_together
+from ninfer_jax.state import state_shape
 from pallas_kernels import deviceless, targets  # before the first JAX computation
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from ninfer_jax.config import EngineConfig, preset, recipe  # noqa: E402
-from ninfer_jax.model import TextModel  # noqa: E402
-from ninfer_jax.programs import Programs  # noqa: E402
-from ninfer_jax.programs.card import Compilation, Source, compile_program  # noqa: E402
-from ninfer_jax.programs.verify import verify_rows_together  # noqa: E402
-from ninfer_jax.state import state_shape  # noqa: E402
-from pallas_kernels.lab import registry, rows  # noqa: E402
+from pallas_kernels.lab import registry, rows
 
 MODEL, RECIPE, KV, CONTEXT = "qwen3_8_27b", "q4", "rk4v4-e8", 262_144
 POOL = 360_448  # tokens that four slots share
@@ -63,11 +62,7 @@ def ideal_bytes(programs: Programs, arguments: tuple[Any, ...]) -> dict[str, int
     roles = programs.roles()
     weights = sum(nbytes(x) for x, role in zip(parameters, roles, strict=True) if role not in ("embed", "mtp"))
     page = sum(nbytes(leaf) // leaf.shape[0] for pool in state.kv for leaf in jax.tree.leaves(pool))
-    return {
-        "weights": weights,
-        "pages": page * (CONTEXT // 64),
-        "states": 2 * sum(nbytes(x) for x in state.recurrent),
-    }
+    return {"weights": weights, "pages": page * (CONTEXT // 64), "states": 2 * sum(nbytes(x) for x in state.recurrent)}
 
 
 def moved_bytes(kernels: Mapping[str, int], target: str) -> tuple[int, int]:
@@ -76,12 +71,17 @@ def moved_bytes(kernels: Mapping[str, int], target: str) -> tuple[int, int]:
     known = {f"{c.op}/{c.name}": c for c in registry.cases()}
     gdn, attention = kernels["delta_decode_4"], kernels[f"kv_append_{KV.replace('-', '_')}"]
     counts = [
-        (known["quantised_matmul_pair/delta.inputs"], gdn), (known["quantised_matmul/delta.out"], gdn),
-        (known["quantised_matmul/attention.qkv_gate"], attention), (known["quantised_matmul/attention.out"], attention),
-        (known["quantised_matmul/mlp.gate_up"], gdn + attention), (known["quantised_matmul/mlp.down"], gdn + attention),
-        (known["head/argmax"], 1), (known[f"kv_append/decode.{KV}"], attention),
-        (known[f"decode_attention/{KV}.4slots"], attention), (known["delta_decode/4x4"], gdn),
-    ]  # fmt: skip
+        (known["quantised_matmul_pair/delta.inputs"], gdn),
+        (known["quantised_matmul/delta.out"], gdn),
+        (known["quantised_matmul/attention.qkv_gate"], attention),
+        (known["quantised_matmul/attention.out"], attention),
+        (known["quantised_matmul/mlp.gate_up"], gdn + attention),
+        (known["quantised_matmul/mlp.down"], gdn + attention),
+        (known["head/argmax"], 1),
+        (known[f"kv_append/decode.{KV}"], attention),
+        (known[f"decode_attention/{KV}.4slots"], attention),
+        (known["delta_decode/4x4"], gdn),
+    ]
     moved = ideal = 0
     for case, launches in counts:
         row = rows.measure(case, target)
@@ -150,7 +150,9 @@ def main() -> int:
             _console.print(f"bytes moved by its kernels: {moved:,}, {moved / least:.4f} of the ideal {least:,}")
             written[-1] |= {"kernel_bytes_moved": moved, "kernel_bytes_ideal": least}
     if options.json:
-        options.json.write_text(json.dumps({"jax": jax.__version__, "layers": options.layers, "programs": written}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"jax": jax.__version__, "layers": options.layers, "programs": written}, indent=1) + "\n"
+        )
     for failure in failures:
         print(f"FAIL {failure}", file=sys.stderr)
     return 1 if failures else 0

@@ -80,8 +80,12 @@ class Worker:
         self.name, self._log = name, log
         self._process = subprocess.Popen(
             [sys.executable, str(script), name, str(checkpoint), str(threads), str(context)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env=environment,
+        )
         self.versions: dict[str, str] = self._answer()
 
     def call(self, method: str, *args: Any) -> Any:
@@ -159,9 +163,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=32, help="decode steps a repeat")
     parser.add_argument("--quick", action="store_true", help="prefill of 512, 128 steps after it, float32 engines")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a model of 2M parameters and short prompts: says nothing about speed"
-    )
+    parser.add_argument("--tiny", action="store_true", help="a model of 2M parameters and short prompts: says nothing about speed")
     parser.add_argument("--seed", type=int, default=0, help="of checkpoint and prompt")
     parser.add_argument(
         "--only", nargs="+", choices=list(PEERS), default=list(PEERS), help=f"peers to run; {REFERENCE} always checks"
@@ -207,10 +209,17 @@ def main() -> None:
         for worker in workers.values():
             worker.close()
     facts = {
-        "date": datetime.date.today().isoformat(), "machine": machine(), "threads": options.threads, "repeats": options.repeats,
-        "steps": options.steps, "seed": options.seed, "load_before": load_before, "load_after": os.getloadavg()[0],
-        "versions": {k: v for w in workers.values() for k, v in w.versions.items()}, "differences": differences,
-    }  # fmt: skip
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "threads": options.threads,
+        "repeats": options.repeats,
+        "steps": options.steps,
+        "seed": options.seed,
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
+        "versions": {k: v for w in workers.values() for k, v in w.versions.items()},
+        "differences": differences,
+    }
     for kind in (k for k in TITLES if rates[k]):
         head, *lines = table(rates, kind)
         shown = Table(*head, title=TITLES[kind])

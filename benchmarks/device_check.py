@@ -23,13 +23,12 @@ sys.path.insert(0, str(ROOT))  # the tree beside this script is what is checked,
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")
 
-from pallas_kernels import targets  # noqa: E402  (before the first JAX computation)
-
 import jax  # noqa: E402
-from rich.console import Console  # noqa: E402
-
 from device import around, kernels, whole_model  # noqa: E402
 from device.report import Report  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from pallas_kernels import targets  # noqa: E402  (before the first JAX computation)
 
 LONGEST = 60.0  # minutes
 _console = Console(stderr=True, highlight=False)
@@ -61,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     elif on_gpu:
         what, slug = f"Device check of {device}", re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     else:
-        what, slug = f"Compiled for {options.target} on a machine without a GPU: nothing was run", f"{options.target}-compiled"
+        what, slug = (f"Compiled for {options.target} on a machine without a GPU: nothing was run", f"{options.target}-compiled")
     folder = options.out or _unused(ROOT / "benchmarks" / "results" / f"{slug}-{datetime.date.today()}")
     command = " ".join(["device_check.py", *(sys.argv[1:] if argv is None else argv)])
     facts = {"what": what, "device": device, "date": str(datetime.date.today()), "command": command}

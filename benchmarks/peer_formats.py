@@ -16,10 +16,19 @@ from safetensors.numpy import load_file, save_file
 
 BLOCK = 32  # weights that share a scale, in q8_0 and in the model builder's int4
 _UNUSED_VISION = {
-    "model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "in_channels": 3,
-    "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
-    "hidden_act": "gelu_pytorch_tanh", "deepstack_visual_indexes": [],
-}  # fmt: skip
+    "model_type": "qwen3_5_vision",
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "deepstack_visual_indexes": [],
+}
 
 
 def gguf_file(checkpoint: Path, weights: str) -> Path:
@@ -49,10 +58,28 @@ def onnx_folder(checkpoint: Path, weights: str) -> Path:
     # The MTP head is left out and only the last row's logits are computed, as in the other engines. With the head in it,
     # version 0.18.0 writes a model that it then fails to load ("GetMemoryInfo for CPU should not be used").
     subprocess.run(
-        [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(unfinished), "-p", precision,
-         "-e", "cpu", "-c", str(checkpoint / "onnx-temporary"), "--extra_options", "exclude_mtp=true", "prune_lm_head=true"],
-        check=True, stdout=sys.stderr, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-i",
+            str(source),
+            "-o",
+            str(unfinished),
+            "-p",
+            precision,
+            "-e",
+            "cpu",
+            "-c",
+            str(checkpoint / "onnx-temporary"),
+            "--extra_options",
+            "exclude_mtp=true",
+            "prune_lm_head=true",
+        ],
+        check=True,
+        stdout=sys.stderr,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
     config = json.loads((unfinished / "genai_config.json").read_text("utf-8"))
     # The builder adds an end token of its own, found in the tokenizer: here a word that may well be drawn.
     config["model"]["eos_token_id"] = json.loads((checkpoint / "config.json").read_text("utf-8"))["eos_token_id"]
@@ -71,11 +98,17 @@ def multimodal_twin(checkpoint: Path) -> Path:
     text = json.loads((checkpoint / "config.json").read_text("utf-8"))
     del text["architectures"]
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "dtype": "float32",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "dtype": "float32",
         "tie_word_embeddings": False,
-        "text_config": text, "vision_config": _UNUSED_VISION | {"out_hidden_size": text["hidden_size"]},
-        "image_token_id": 0, "video_token_id": 1, "vision_start_token_id": 2, "vision_end_token_id": 3,
-    }  # fmt: skip
+        "text_config": text,
+        "vision_config": _UNUSED_VISION | {"out_hidden_size": text["hidden_size"]},
+        "image_token_id": 0,
+        "video_token_id": 1,
+        "vision_start_token_id": 2,
+        "vision_end_token_id": 3,
+    }
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = load_file(checkpoint / "model.safetensors")
     renamed = {(f"model.language_{n}" if n.startswith("model.") else n): t for n, t in tensors.items()}

@@ -41,8 +41,8 @@ def markdown(rates: Rates, facts: dict[str, Any]) -> str:
     parts = [
         f"Measured {facts['date']} on {facts['machine']}, {threads}, {load}; {versions}. "
         f"Medians of {facts['repeats']} interleaved repeats with their range; {facts['steps']} decode steps a repeat. "
-        f"Largest difference to transformers' log-probabilities beforehand, in nats: {agreed}.",
-    ]  # fmt: skip
+        f"Largest difference to transformers' log-probabilities beforehand, in nats: {agreed}."
+    ]
     for kind in (k for k in TITLES if rates[k]):
         head, *lines = table(rates, kind)
         parts += ["", f"{TITLES[kind]}:", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -70,9 +70,16 @@ def plot(rates: Rates, path: Path, title: str) -> None:
             ]
             quantised = engine.endswith(("q8_0", "int4"))
             ax.errorbar(
-                lengths, middle, spread, label=engine, marker="o", markersize=4, capsize=3,
-                linewidth=2.4 if engine == OURS else 1.4, linestyle="--" if quantised else "-",
-            )  # fmt: skip
+                lengths,
+                middle,
+                spread,
+                label=engine,
+                marker="o",
+                markersize=4,
+                capsize=3,
+                linewidth=2.4 if engine == OURS else 1.4,
+                linestyle="--" if quantised else "-",
+            )
         ax.set_xscale("log", base=2)
         ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
         ax.set_ylim(bottom=0)

@@ -182,9 +182,7 @@ class LlamaCpp:
         answer = self._server.handle_completions(request | more)
         found = tuple(answer["timings"][name] for name in ("cache_n", "prompt_n", "predicted_n"))
         if found != (cached, len(prompt) - cached, tokens):
-            raise ValueError(
-                f"llama.cpp reused, read and gave {found} tokens, asked for {(cached, len(prompt) - cached, tokens)}"
-            )
+            raise ValueError(f"llama.cpp reused, read and gave {found} tokens, asked for {(cached, len(prompt) - cached, tokens)}")
         return answer
 
 
@@ -196,7 +194,7 @@ class OnnxRuntime:
 
         config = onnxruntime_genai.Config(str(onnx_folder(checkpoint, weights)))
         config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
-        self._genai, self._model, self._context, self._session = onnxruntime_genai, onnxruntime_genai.Model(config), context, None
+        self._genai, self._model, self._context, self._session = (onnxruntime_genai, onnxruntime_genai.Model(config), context, None)
         self.versions = {name: version(name) for name in ("onnxruntime", "onnxruntime-genai")}
 
     def greedy(self, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
@@ -241,10 +239,13 @@ class Entry:
 
 
 PEERS = {
-    "ninfer-jax": Entry(Ninfer), "transformers": Entry(Transformers),
-    "llama.cpp": Entry(LlamaCpp), "onnxruntime": Entry(OnnxRuntime),
-    "llama.cpp q8_0": Entry(LlamaCpp, "q8_0"), "onnxruntime int4": Entry(OnnxRuntime, "int4"),
-}  # fmt: skip
+    "ninfer-jax": Entry(Ninfer),
+    "transformers": Entry(Transformers),
+    "llama.cpp": Entry(LlamaCpp),
+    "onnxruntime": Entry(OnnxRuntime),
+    "llama.cpp q8_0": Entry(LlamaCpp, "q8_0"),
+    "onnxruntime int4": Entry(OnnxRuntime, "int4"),
+}
 
 
 def serve(name: str, checkpoint: Path, threads: int, context: int) -> None:

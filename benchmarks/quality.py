@@ -26,7 +26,7 @@ import jax
 
 jax.config.update("jax_platforms", "cpu")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "kernels")]
+sys.path[:0] = [str(ROOT / "weights" / "training"), str(ROOT / "tests" / "kernels")]
 
 from measures import kv, recipes  # noqa: E402
 from measures.engines import COLLAPSED, console  # noqa: E402
@@ -62,16 +62,24 @@ def main() -> None:
 
     def keep(name: str, rows: list[dict]) -> None:
         settings = {key: value for key, value in vars(options).items() if key not in ("out", "redraw")}
-        about = {"corpus_sha256": corpus.sha256, "load_average": os.getloadavg()[0], "jax": jax.__version__,
-                 "date": datetime.date.today().isoformat(), "options": settings}  # fmt: skip
+        about = {
+            "corpus_sha256": corpus.sha256,
+            "load_average": os.getloadavg()[0],
+            "jax": jax.__version__,
+            "date": datetime.date.today().isoformat(),
+            "options": settings,
+        }
         (options.out / f"{name}.json").write_text(json.dumps({**about, "results": rows}, indent=1) + "\n", encoding="utf-8")
         write(name, rows, options.out)
 
     others = {
-        "noise": kv.codec_noise, "drift": lambda: kv.of_drift(options, plays), "copy": lambda: kv.by_distance(options, plays),
+        "noise": kv.codec_noise,
+        "drift": lambda: kv.of_drift(options, plays),
+        "copy": lambda: kv.by_distance(options, plays),
         "drafts": lambda: kv.by_draft(options, plays, code),
-        "roles": lambda: recipes.by_role(options, plays, code), "recipes": lambda: recipes.by_recipe(options, plays, code),
-    }  # fmt: skip
+        "roles": lambda: recipes.by_role(options, plays, code),
+        "recipes": lambda: recipes.by_recipe(options, plays, code),
+    }
     for name, measure in others.items():
         if name in options.only:
             keep(name, measure())

@@ -13,33 +13,65 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from ninfer_jax.checkpoints import save_checkpoint
 from ninfer_jax.config import ModelConfig
 from ninfer_jax.model import TextModel, parameter_specs
-from weights import save_checkpoint
 
 VOCAB = 32_768
 _CONFIG = {
-    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "dtype": "float32", "vocab_size": VOCAB,
-    "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "full_attention_interval": 4,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "dtype": "float32",
+    "vocab_size": VOCAB,
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 12,
+    "full_attention_interval": 4,
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "attn_output_gate": True,
-    "attention_bias": False, "hidden_act": "silu", "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
-    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768, "tie_word_embeddings": False,
-    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "partial_rotary_factor": 0.25,
-    "bos_token_id": None, "eos_token_id": 256,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attn_output_gate": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "output_gate_type": "swish",
+    "mamba_ssm_dtype": "float32",
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "partial_rotary_factor": 0.25,
+    "bos_token_id": None,
+    "eos_token_id": 256,
     "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25,
-        "mrope_section": [6, 5, 5], "mrope_interleaved": True,
+        "rope_type": "default",
+        "rope_theta": 10_000_000,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
     },
-}  # fmt: skip
+}
 # For tests: four layers, 9 MB, most of it the vocabulary that the tokenizer spells.
 _TINY = _CONFIG | {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "layer_types": _CONFIG["layer_types"][:4],
-    "num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
-    "head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "layer_types": _CONFIG["layer_types"][:4],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "head_dim": 64,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
     "rope_parameters": _CONFIG["rope_parameters"] | {"mrope_section": [3, 3, 2]},
-}  # fmt: skip
+}
 SIZES = {"150m": _CONFIG, "tiny": _TINY}
 
 
@@ -89,14 +121,36 @@ def _tokenizer() -> dict:
     room = VOCAB - 257 - len(pairs)
     triples = list(islice(((a + b, c) for (a, b), c in product(pairs, printable) if (a + b + c).isalpha()), room))
     tokens = [*alphabet, "<|end|>", *(a + b for a, b in pairs + triples)]
-    end = {"id": 256, "content": "<|end|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    end = {
+        "id": 256,
+        "content": "<|end|>",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     model = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
-        "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-        "vocab": {t: i for i, t in enumerate(tokens) if i != 256}, "merges": [list(m) for m in pairs + triples],
-    }  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {t: i for i, t in enumerate(tokens) if i != 256},
+        "merges": [list(m) for m in pairs + triples],
+    }
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
-        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model,
-    }  # fmt: skip
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }

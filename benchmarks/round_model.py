@@ -22,18 +22,17 @@ import json
 import sys
 from pathlib import Path
 
+from published import DECODE, PREFILL
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ninfer_jax.config import EngineConfig, recipe
+from ninfer_jax.programs.card import compile_program
+from ninfer_jax.programs.setup import model_of, resolve
 from pallas_kernels import deviceless, targets  # before the first JAX computation
-
-from rich.console import Console  # noqa: E402
-from rich.progress import track  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from ninfer_jax.config import EngineConfig, recipe  # noqa: E402
-from ninfer_jax.programs.card import compile_program  # noqa: E402
-from ninfer_jax.programs.setup import model_of, resolve  # noqa: E402
-from pallas_kernels.lab import registry, rows  # noqa: E402
-from pallas_kernels.matmul.cases import HIDDEN, INTERMEDIATE, Case, HeadCase  # noqa: E402
-from published import DECODE, PREFILL  # noqa: E402
+from pallas_kernels.lab import registry, rows
+from pallas_kernels.matmul.cases import HIDDEN, INTERMEDIATE, Case, HeadCase
 
 BANDWIDTH_REACHED, LAUNCH_US = 0.92, 1.5
 MODEL = "qwen3_8_27b"
@@ -49,7 +48,7 @@ MTP = (
     Case("mtp.out", 6144, HIDDEN, bits=8, group=128, residual=True),
     Case("mtp.gate_up", HIDDEN, 2 * INTERMEDIATE, bits=8, group=128, norm=True, swiglu=True),
     Case("mtp.down", INTERMEDIATE, HIDDEN, bits=8, group=128, residual=True),
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +88,25 @@ class Model:
         self.card, self.kv, self.draft = targets.get(target), kv, draft
         self.draft_head = HeadCase("draft", HIDDEN, draft_head, bits=8, group=128, valid=draft_head) if draft_head else None
         wanted = [
-            "quantised_matmul/attention.qkv_gate", "quantised_matmul/attention.out", "quantised_matmul_pair/delta.inputs",
-            "quantised_matmul/delta.out", "quantised_matmul/mlp.gate_up", "quantised_matmul/mlp.down", "quantised_matmul/mtp.fc",
-            "quantised_matmul/mlp.gate_up.prefill_int8", "quantised_matmul/mlp.down.prefill_int8", "head/argmax",
-            f"kv_append/decode.{kv}", f"decode_attention/{kv}", f"decode_attention/{kv}.1row", "delta_decode/1x1", "delta_decode/1x4",
-            "kv_append/prefill.rk4v4-e8", f"prefill_attention/{kv}", "delta_prefill/1024x1of1",
-        ]  # fmt: skip
+            "quantised_matmul/attention.qkv_gate",
+            "quantised_matmul/attention.out",
+            "quantised_matmul_pair/delta.inputs",
+            "quantised_matmul/delta.out",
+            "quantised_matmul/mlp.gate_up",
+            "quantised_matmul/mlp.down",
+            "quantised_matmul/mtp.fc",
+            "quantised_matmul/mlp.gate_up.prefill_int8",
+            "quantised_matmul/mlp.down.prefill_int8",
+            "head/argmax",
+            f"kv_append/decode.{kv}",
+            f"decode_attention/{kv}",
+            f"decode_attention/{kv}.1row",
+            "delta_decode/1x1",
+            "delta_decode/1x4",
+            "kv_append/prefill.rk4v4-e8",
+            f"prefill_attention/{kv}",
+            "delta_prefill/1024x1of1",
+        ]
         known = {f"{c.op}/{c.name}": c for c in registry.cases()}
         cases = [known[name] for name in wanted if name in known]
         cases += [*MTP, *([self.draft_head] if self.draft_head else [])]
@@ -103,7 +115,9 @@ class Model:
         self.rows = {f"{c.op}/{c.name}": rows.measure(c, target) for c in track(cases, "compiling", console=Console(stderr=True))}
         self.small_operations = 0
         self.prefill_steps = compiled_steps("prefill", target, kv)
-        self.small_operations = compiled_steps("decode_round", target, kv) - sum(launches for launches, _ in self._parts(DEPTHS[0], 1).values())
+        self.small_operations = compiled_steps("decode_round", target, kv) - sum(
+            launches for launches, _ in self._parts(DEPTHS[0], 1).values()
+        )
 
     def us(self, name: str, share: float = 1.0) -> float:
         return timed(self.card, self.rows[name], share).us
@@ -117,7 +131,9 @@ class Model:
         row = self.attention_row(rows_)
         walked = row.bytes_moved - (row.bytes_moved - row.ideal_bytes)
         moved = walked * depth / CONTEXT + (row.bytes_moved - row.ideal_bytes)
-        seconds = max(moved / (self.card.bandwidth * BANDWIDTH_REACHED), row.thread_instructions * depth / CONTEXT / self.card.issue_rate)
+        seconds = max(
+            moved / (self.card.bandwidth * BANDWIDTH_REACHED), row.thread_instructions * depth / CONTEXT / self.card.issue_rate
+        )
         return seconds * 1e6 + row.launches * LAUNCH_US
 
     def verify_us(self, depth: int, rows_: int) -> dict[str, float]:
@@ -165,15 +181,20 @@ class Model:
         counted = sum(
             count * self.rows[name].launches
             for count, name in (
-                (LAYERS, m + "mlp.gate_up.prefill_int8"), (LAYERS, m + "mlp.down.prefill_int8"), (GDN_LAYERS, "delta_prefill/1024x1of1"),
-                (ATTENTION_LAYERS, f"prefill_attention/{self.kv}"), (ATTENTION_LAYERS, "kv_append/prefill.rk4v4-e8"),
+                (LAYERS, m + "mlp.gate_up.prefill_int8"),
+                (LAYERS, m + "mlp.down.prefill_int8"),
+                (GDN_LAYERS, "delta_prefill/1024x1of1"),
+                (ATTENTION_LAYERS, f"prefill_attention/{self.kv}"),
+                (ATTENTION_LAYERS, "kv_append/prefill.rk4v4-e8"),
             )
-        )  # fmt: skip
+        )
         return (
-            LAYERS * (gate_up + down) + adds * per_add + GDN_LAYERS * self.us("delta_prefill/1024x1of1")
+            LAYERS * (gate_up + down)
+            + adds * per_add
+            + GDN_LAYERS * self.us("delta_prefill/1024x1of1")
             + ATTENTION_LAYERS * (timed(self.card, attention, share).us + self.us("kv_append/prefill.rk4v4-e8"))
             + (self.prefill_steps - counted) * LAUNCH_US
-        )  # fmt: skip
+        )
 
     def prefill_rate(self, tokens: int) -> float:
         """Tokens a second of a whole prompt."""
@@ -186,7 +207,9 @@ def main() -> int:
     parser.add_argument("--target", default="rtx4090", help=f"one of {', '.join(targets.names())}")
     parser.add_argument("--kv", default="rk4v4-e8")
     parser.add_argument("--draft", type=int, default=3)
-    parser.add_argument("--accepted", type=float, default=3.3, help="tokens a round with drafts; 3.3 is NInfer's published figure on code")
+    parser.add_argument(
+        "--accepted", type=float, default=3.3, help="tokens a round with drafts; 3.3 is NInfer's published figure on code"
+    )
     parser.add_argument("--draft-head", type=int, default=32_768, help="rows of the head that drafts choose from; 0: all")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
@@ -205,7 +228,9 @@ def main() -> int:
     for depth in DEPTHS:
         plain, drafted = model.round_us(depth, 0) / 1e3, model.round_us(depth, options.draft) / 1e3
         decode.append({"depth": depth, "plain_ms": plain, "draft_ms": drafted})
-        table.add_row(f"{depth:,}", f"{plain:.2f}", f"{1e3 / plain:.1f}", f"{drafted:.2f}", f"{options.accepted * 1e3 / drafted:.1f}")
+        table.add_row(
+            f"{depth:,}", f"{plain:.2f}", f"{1e3 / plain:.1f}", f"{drafted:.2f}", f"{options.accepted * 1e3 / drafted:.1f}"
+        )
     _console.print(table)
     parts = model.verify_us(DEPTHS[0], 1)
     table = Table(title=f"Where a plain round goes, depth {DEPTHS[0]:,}", title_justify="left")
@@ -213,7 +238,9 @@ def main() -> int:
     table.add_column("ms", justify="right")
     for name, us in parts.items():
         table.add_row(name, f"{us / 1e3:.2f}")
-    table.add_row(f"beside it, with drafts: {options.draft} x MTP layer and head", f"{options.draft * model.draft_us(DEPTHS[0]) / 1e3:.2f}")
+    table.add_row(
+        f"beside it, with drafts: {options.draft} x MTP layer and head", f"{options.draft * model.draft_us(DEPTHS[0]) / 1e3:.2f}"
+    )
     _console.print(table)
     table = Table(title="Prefill of a whole prompt, a floor", title_justify="left")
     table.add_column("prompt", justify="right")
@@ -224,8 +251,15 @@ def main() -> int:
     _console.print(table)
     published = beside_published(model) if options.draft == 3 else []
     if options.json:
-        facts = {"target": options.target, "kv": options.kv, "decode": decode, "parts_us": parts, "prefill_tok_s": prefill, "published": published,
-                 "rows": {name: row.json() for name, row in model.rows.items()}}  # fmt: skip
+        facts = {
+            "target": options.target,
+            "kv": options.kv,
+            "decode": decode,
+            "parts_us": parts,
+            "prefill_tok_s": prefill,
+            "published": published,
+            "rows": {name: row.json() for name, row in model.rows.items()},
+        }
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
     if options.plot:
         draw(model, options, options.plot)

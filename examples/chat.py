@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from ninfer_jax import Delta, Engine, EngineConfig
-from weights import tiny_path
+from ninfer_jax.checkpoints import tiny_path
 
 console = Console(highlight=False, emoji=False)
 

@@ -1,6 +1,6 @@
 """The shortest way from a checkpoint to text: load, stream, look at the completion.
 
-    python examples/generate.py "HAMLET.\nTo be, or not to be"
+python examples/generate.py "HAMLET.\nTo be, or not to be"
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ninfer_jax import Engine, EngineConfig
-from weights import tiny_path
+from ninfer_jax.checkpoints import tiny_path
 
 
 def main(

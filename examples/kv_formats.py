@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.checkpoints import tiny_path
 from pallas_kernels.kv_codecs import FORMATS
-from weights import tiny_path
 
 TEXT = """KING.
 What is it that you would? Speak, and be brief.
@@ -35,7 +35,9 @@ Then let them have it from my own table. A king who dines while his walls are hu
 def main(
     model: Annotated[Path | None, typer.Option(help="Checkpoint directory; default: the bundled model.")] = None,
     text: Annotated[Path | None, typer.Option(help="A UTF-8 file to score; default: a short scene.")] = None,
-    kv: Annotated[list[str] | None, typer.Option(help="A format to compare with f32; may be given several times. Default: all.")] = None,
+    kv: Annotated[
+        list[str] | None, typer.Option(help="A format to compare with f32; may be given several times. Default: all.")
+    ] = None,
     max_new: Annotated[int, typer.Option(help="Greedy tokens to compare.")] = 200,
     context: Annotated[int, typer.Option(help="Tokens the text, and prompt and answer, may have.")] = 1024,
 ) -> None:

@@ -33,9 +33,16 @@ def squared_lengths(x: jax.Array, *, interpret: bool = False) -> jax.Array:
 
     out = jax.ShapeDtypeStruct((rows,), jnp.float32)
     return launch.launch(
-        kernel, name="squared_lengths", grid=(rows,), in_specs=[launch.whole(x)], out_specs=launch.whole(out),
-        out_shape=out, num_warps=1, num_stages=2, interpret=interpret,
-    )(x)  # fmt: skip
+        kernel,
+        name="squared_lengths",
+        grid=(rows,),
+        in_specs=[launch.whole(x)],
+        out_specs=launch.whole(out),
+        out_shape=out,
+        num_warps=1,
+        num_stages=2,
+        interpret=interpret,
+    )(x)
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ninfer_jax import Completion, Engine, EngineConfig, SamplingParams
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.engine import allocator
-from weights import tiny_path
 
 
 def main(

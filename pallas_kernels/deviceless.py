@@ -74,9 +74,7 @@ def _mesh(target: str) -> jax.sharding.Mesh:
     card = targets.get(target)
     require_tools()
     try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=card.proto, topology="1x1x1"
-        )
+        topology = topologies.get_topology_desc(platform="cuda", target_config=card.proto, topology="1x1x1")
     except NotImplementedError as e:
         raise RuntimeError(
             "JAX started without its CUDA compiler: set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1, "
@@ -98,9 +96,7 @@ def _abstract_mesh(target: str) -> AbstractMesh | None:
     return AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice(**fields))
 
 
-def lower_for(
-    fn: Callable, args: Sequence[Any], target: str = "rtx4090", *, donate: Sequence[int] = ()
-) -> jax.stages.Lowered:
+def lower_for(fn: Callable, args: Sequence[Any], target: str = "rtx4090", *, donate: Sequence[int] = ()) -> jax.stages.Lowered:
     """`fn` traced and lowered for `target`; `args` and `donate` as in `compile_for`."""
     sharding = NamedSharding(_mesh(target), PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tuple(args))
@@ -110,12 +106,7 @@ def lower_for(
 
 
 def compile_for(
-    fn: Callable,
-    args: Sequence[Any],
-    target: str = "rtx4090",
-    *,
-    donate: Sequence[int] = (),
-    dump_to: str | Path | None = None,
+    fn: Callable, args: Sequence[Any], target: str = "rtx4090", *, donate: Sequence[int] = (), dump_to: str | Path | None = None
 ) -> jax.stages.Compiled:
     """`fn` compiled for a card that need not be present.
 

@@ -20,9 +20,7 @@ from typing import Any
 from pallas_kernels import deviceless, targets
 
 TENSOR_OPS = ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA")
-_LAUNCH = re.compile(
-    r"(\w+).*? (\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\](?:\s+shared_memory: (\d+))?"
-)
+_LAUNCH = re.compile(r"(\w+).*? (\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\](?:\s+shared_memory: (\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +96,6 @@ class Kernel:
             raise ValueError(f"{self.name}: {len(trips)} trips given, {len(self.loops)} loops found")
         return total + sum(loop.instructions * n for loop, n in zip(self.loops, trips))
 
-
     def requested_bytes(self, trips: Sequence[float]) -> float:
         """Bytes a thread asks of global memory by loads, copies to shared memory included."""
         total = _load_bytes(self.straight)
@@ -133,9 +130,7 @@ def _load_bytes(ops: collections.Counter) -> int:
     return total
 
 
-def report(
-    fn: Callable, args: Sequence[Any], target: str = "rtx4090", *, donate: Sequence[int] = ()
-) -> Report:
+def report(fn: Callable, args: Sequence[Any], target: str = "rtx4090", *, donate: Sequence[int] = ()) -> Report:
     """Compile `fn` for `target` and read the result; arguments as in `deviceless.compile_for`."""
     card = targets.get(target)
     with tempfile.TemporaryDirectory() as folder:
@@ -326,4 +321,3 @@ def _loops(sass: str, name: str) -> tuple[collections.Counter, tuple[Loop, ...]]
         holders = [j for j, (start, stop) in enumerate(spans) if start <= i < stop]
         (inside[holders[-1]] if holders else straight)[op] += 1
     return straight, tuple(Loop(ops) for ops in inside)
-

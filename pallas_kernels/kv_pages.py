@@ -48,9 +48,7 @@ def append(pool: KVPages, k: jax.Array, v: jax.Array, table: jax.Array, position
     def write(target: jax.Array, rows: jax.Array) -> jax.Array:
         return target.at[page, :, offset].set(_to_pages(rows), mode="promise_in_bounds")
 
-    return KVPages(
-        jax.tree.map(write, pool.k, encode(k, format, "k")), jax.tree.map(write, pool.v, encode(v, format, "v"))
-    )
+    return KVPages(jax.tree.map(write, pool.k, encode(k, format, "k")), jax.tree.map(write, pool.v, encode(v, format, "v")))
 
 
 def load_block(pool: KVPages, pages: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:

@@ -107,9 +107,7 @@ def dot(a: jax.Array, b: jax.Array, *, exact: bool = False) -> jax.Array:
     )
 
 
-def packed(
-    asm: str, twin: Callable[..., jax.Array], *args: jax.Array, dtype: Any, interpret: bool, pack: int = 2
-) -> jax.Array:
+def packed(asm: str, twin: Callable[..., jax.Array], *args: jax.Array, dtype: Any, interpret: bool, pack: int = 2) -> jax.Array:
     """PTX on `pack` neighbouring elements at a time, as 32-bit registers: `$0` the result, `$1`... the arguments.
 
     It must act on each element alone: which elements are neighbours is the compiler's choice.
@@ -125,9 +123,7 @@ def packed(
     registers = sum(pack * jnp.dtype(a.dtype).itemsize // 4 for a in args)
     constraints = ",".join(["=r"] + ["r"] * registers)
     out = jax.ShapeDtypeStruct(args[0].shape, dtype)
-    [result] = _triton.elementwise_inline_asm(
-        asm, args=list(args), constraints=constraints, pack=pack, result_shape_dtypes=[out]
-    )
+    [result] = _triton.elementwise_inline_asm(asm, args=list(args), constraints=constraints, pack=pack, result_shape_dtypes=[out])
     return result
 
 

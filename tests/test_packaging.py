@@ -8,20 +8,27 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib import resources
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ninfer_jax.checkpoints import tiny_path
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 LANES = {"py311-jax0.10.2": ("3.11", "0.10.2", "0.12.8"), "py312-jax0.11.2": ("3.12", "0.11.2", "0.12.12")}
 TINY_FILES = (
-    "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    "generation_config.json", "README.md", "LICENSE.md",
-)  # fmt: skip
+    "model.safetensors",
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "README.md",
+    "LICENSE.md",
+)
 # Heavy or independent on purpose: the programs never need them, the tests compare with them.
 NOT_IN_THE_NEWER_LANE = {"torch", "transformers"}
 
@@ -57,10 +64,7 @@ def requirements(*extras: str) -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("package", "above"),
-    [("pallas_kernels", {"weights", "ninfer_jax"}), ("weights", {"ninfer_jax"})],
-)
+@pytest.mark.parametrize(("package", "above"), [("pallas_kernels", {"ninfer_jax"})])
 def test_imports_run_downwards(package, above):
     files = sorted((ROOT / package).rglob("*.py"))
     assert files
@@ -68,30 +72,29 @@ def test_imports_run_downwards(package, above):
     assert not {file: names for file, names in upwards.items() if names}
 
 
-@pytest.mark.parametrize("package", ["pallas_kernels", "weights", "ninfer_jax"])
+@pytest.mark.parametrize("package", ["pallas_kernels", "ninfer_jax"])
 def test_everything_imported_is_a_dependency(package):
     """Of the plain installation: whatever an extra brings may be missing, and then an import must not fail."""
     distributions = importlib.metadata.packages_distributions()
     allowed = {canonicalize_name(r.name) for r in requirements()} | {"ninfer-jax"}
     for file in sorted((ROOT / package).rglob("*.py")):
-        for name in imported(file) - set(sys.stdlib_module_names) - {"pallas_kernels", "weights", "ninfer_jax"}:
+        for name in imported(file) - set(sys.stdlib_module_names) - {"pallas_kernels", "ninfer_jax"}:
             provided_by = {canonicalize_name(d) for d in distributions.get(name, [name])}
             assert provided_by & allowed, f"{file.relative_to(ROOT)} imports {name}"
 
 
 def test_the_bundled_model_is_package_data(tmp_path):
     """What setuptools copies into a wheel, not what lies in the checkout."""
-    command = "from setuptools import setup; setup(script_args=['-q', 'build_py', '--build-lib', '{}'])"
-    subprocess.run(
-        [sys.executable, "-c", command.format(tmp_path / "lib")], cwd=ROOT, check=True, capture_output=True, timeout=120
-    )
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    assert sorted(p.name for p in (tmp_path / "lib").iterdir()) == ["ninfer_jax", "pallas_kernels"]
     for name in TINY_FILES:
-        assert (tmp_path / "lib/weights/tiny" / name).is_file(), name
+        assert (tmp_path / "lib/ninfer_jax/tiny" / name).is_file(), name
 
 
 def test_the_bundled_model_is_found_where_it_is_installed():
     for name in TINY_FILES:
-        assert resources.files("weights").joinpath("tiny", name).is_file(), name
+        assert (tiny_path() / name).is_file(), name
 
 
 def test_console_script_resolves():
@@ -100,7 +103,17 @@ def test_console_script_resolves():
 
 
 def test_extras():
-    assert set(PROJECT["optional-dependencies"]) == {"cuda12", "cuda13", "aot", "triton", "test-kernels", "test-cards", "test", "bench", "train"}
+    assert set(PROJECT["optional-dependencies"]) == {
+        "cuda12",
+        "cuda13",
+        "aot",
+        "triton",
+        "test-kernels",
+        "test-cards",
+        "test",
+        "bench",
+        "train",
+    }
     assert [str(r.specifier) for r in requirements("test") if r.name == "torch"] == ["==2.13.0"]
     assert not NOT_IN_THE_NEWER_LANE & {r.name for r in requirements("test-kernels")}
 

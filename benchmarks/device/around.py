@@ -141,10 +141,16 @@ def compile_command(size: Size, setup: Setup) -> str:
     """What compiles the executables of a configuration on a machine without the card."""
     engine, target = size.engine, targets.of_device(jax.devices()[0].device_kind) or "rtx4090"
     words = [
-        f"ninfer-jax compile {size.preset or 'MODEL'}", f"--target {target}", "--recipe q4",
-        f"--context {engine.context}", f"--kv {engine.kv}", f"--draft {setup.shape.draft}", f"--slots {setup.shape.slots}",
-        f"--prefill-chunk {engine.prefill_chunk}", "--dtype bfloat16",
-    ]  # fmt: skip
+        f"ninfer-jax compile {size.preset or 'MODEL'}",
+        f"--target {target}",
+        "--recipe q4",
+        f"--context {engine.context}",
+        f"--kv {engine.kv}",
+        f"--draft {setup.shape.draft}",
+        f"--slots {setup.shape.slots}",
+        f"--prefill-chunk {engine.prefill_chunk}",
+        "--dtype bfloat16",
+    ]
     return " ".join([*words, *([f"--pool {engine.pool}"] if setup.shape.slots > 1 else []), "--out DIR"])
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ninfer_jax.checkpoints import ParameterSpec
 from ninfer_jax.model import TextModel, fill_arrays, parameters_of, split_model
 from ninfer_jax.state import State
-from weights import ParameterSpec
 
 _SPREAD = {4: 4.6, 8: 73.0}  # standard deviation of uniform codes of so many bits
 _SCALES = 85, 42  # of groups, in units of the column: middle and how far they go to either side
@@ -151,9 +151,11 @@ def place(state: State, lengths: tuple[int, ...], token: int, seed: int) -> Stat
     )
     length = np.asarray(lengths, np.int32)
     slots = slots._replace(
-        length=jnp.asarray(length), active=jnp.asarray(length > 0), token=jnp.full(slots.token.shape, token, jnp.int32),
+        length=jnp.asarray(length),
+        active=jnp.asarray(length > 0),
+        token=jnp.full(slots.token.shape, token, jnp.int32),
         drafts=jnp.zeros(slots.drafts.shape, jnp.int32),
-    )  # fmt: skip
+    )
     pending = state.pending
     if pending is not None:
         nothing = jnp.zeros_like(pending.count)

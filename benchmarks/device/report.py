@@ -104,9 +104,7 @@ class Stage:
         """Seconds of this stage that are left."""
         return self._until - self._report.elapsed
 
-    def run(
-        self, name: str, work: Callable[[], Mapping[str, Any]], kind: str = "", guess: float = 0.0
-    ) -> Mapping[str, Any] | None:
+    def run(self, name: str, work: Callable[[], Mapping[str, Any]], kind: str = "", guess: float = 0.0) -> Mapping[str, Any] | None:
         """What `work` found, recorded; None where it failed or did not fit.
 
         It is left out, by name, when the longest item of its kind so far (before the first: `guess`, in seconds) is more than

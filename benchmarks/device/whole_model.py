@@ -80,10 +80,25 @@ TINY = Size(
     name="4 layers of small widths",
     preset=None,
     model=ModelConfig(
-        vocab_size=300, hidden_size=128, intermediate_size=128, layer_types=(LINEAR, LINEAR, LINEAR, FULL), query_heads=4,
-        kv_heads=2, head_dim=64, rotary_dim=16, rope_theta=1e4, mrope_section=(3, 3, 2), gdn_key_heads=2,
-        gdn_value_heads=4, gdn_key_dim=32,
-        gdn_value_dim=32, conv_width=4, rms_norm_eps=1e-6, max_positions=4096, tied_embeddings=False, mtp_layers=1,
+        vocab_size=300,
+        hidden_size=128,
+        intermediate_size=128,
+        layer_types=(LINEAR, LINEAR, LINEAR, FULL),
+        query_heads=4,
+        kv_heads=2,
+        head_dim=64,
+        rotary_dim=16,
+        rope_theta=1e4,
+        mrope_section=(3, 3, 2),
+        gdn_key_heads=2,
+        gdn_value_heads=4,
+        gdn_key_dim=32,
+        gdn_value_dim=32,
+        conv_width=4,
+        rms_norm_eps=1e-6,
+        max_positions=4096,
+        tied_embeddings=False,
+        mtp_layers=1,
     ),
     valid_ids=290,
     engine=EngineConfig(context=512, slots=2, draft=2, kv="rk4v4-e8", prefill_chunk=64, pool=640, dtype="bfloat16"),
@@ -92,7 +107,7 @@ TINY = Size(
     shared=((64, 64), (512, 64)),
     rounds=3,
     configurations=((1, 2), (2, 0)),
-)  # fmt: skip
+)
 
 
 class Compiling:
@@ -195,9 +210,11 @@ class Session:
         memory = [m for name in used if (m := self.programs.compiled(name).memory_analysis())]
         kv = kv_bytes(self.state)
         parts = {
-            "weights": sum(map(nbytes, self.parameters)), "kv": kv, "state": sum(map(nbytes, jax.tree.leaves(self.state))) - kv,
+            "weights": sum(map(nbytes, self.parameters)),
+            "kv": kv,
+            "state": sum(map(nbytes, jax.tree.leaves(self.state))) - kv,
             "workspace": max(map(workspace, memory), default=0),
-        }  # fmt: skip
+        }
         return parts | {"total": sum(parts.values())}
 
     def admit(self, lengths: tuple[int, ...], room: int) -> None:
@@ -294,9 +311,7 @@ def emitted(outs: list[RoundOutput], slots: int) -> list[list[int]]:
     return found
 
 
-def measure(
-    stage: Stage, compiling: Compiling, weights: Weights, copy_speed: float | None, peak: Callable[[], int | None]
-) -> None:
+def measure(stage: Stage, compiling: Compiling, weights: Weights, copy_speed: float | None, peak: Callable[[], int | None]) -> None:
     """The stage: weights, prefill, decode, memory, a configuration after another."""
     size, setups = compiling.size, compiling.setups
     stage.note(

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ninfer_jax import Engine, EngineConfig
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.evaluate import acceptance
 from pallas_kernels.kv_append import reference as kv_append
 from pallas_kernels.kv_codecs import FORMATS
-from weights import tiny_path
 
 COLLAPSED = "collapsed"
 REFERENCE = "bf16"

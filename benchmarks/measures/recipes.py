@@ -19,13 +19,13 @@ import numpy as np
 
 from measures.engines import REFERENCE, STRIDE, WINDOW, accepted, both_texts, console, track
 from ninfer_jax import Engine, EngineConfig
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.config import RECIPES, Recipe, preset
 from ninfer_jax.engine.convert import convert
 from ninfer_jax.evaluate import divergence, perplexity
 from ninfer_jax.evaluate.forced import log_softmax
 from ninfer_jax.model import TextModel, parameters_of
 from pallas_kernels.kv_codecs import FORMATS
-from weights import tiny_path
 
 PLAIN = Recipe("bf16", {})  # every weight as the checkpoint has it
 Q4, W8 = RECIPES["q4"], RECIPES["w8"]
@@ -38,7 +38,7 @@ def by_role(options: argparse.Namespace, plays: str, code: str) -> list[dict]:
     """Each role alone in 4 and in 8 bits; and q4 with one role in the other width. KL against the checkpoint's own weights.
 
     The MTP head has no part in the next token's distribution: its rows count accepted drafts instead."""
-    rows, bits = [], {4: {role: FOUR for role in ROLES}, 8: W8.formats}
+    rows, bits = [], {4: dict.fromkeys(ROLES, FOUR), 8: W8.formats}
     with _shared_programs():
         with _engine(PLAIN, draft=3) as engine:
             ids = both_texts(engine, options, plays, code)
@@ -80,8 +80,13 @@ def by_recipe(options: argparse.Namespace, plays: str, code: str) -> list[dict]:
                     nats = -perplexity.token_logprobs(engine, ids, WINDOW, STRIDE)
                     first = nats if first is None else first
                     above = nats - first
-                    row = {"recipe": recipe.name, "kv": kv, "nats_per_token": float(nats.mean()), "above": float(above.mean()),
-                           "above_error": float(above.std(ddof=1) / len(above) ** 0.5)}  # fmt: skip
+                    row = {
+                        "recipe": recipe.name,
+                        "kv": kv,
+                        "nats_per_token": float(nats.mean()),
+                        "above": float(above.mean()),
+                        "above_error": float(above.std(ddof=1) / len(above) ** 0.5),
+                    }
                     if whole:
                         logprobs = _logprobs(engine, ids)
                         expected = logprobs if expected is None else expected

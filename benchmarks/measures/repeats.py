@@ -45,7 +45,7 @@ def measure(engine: Engine, text: Sequence[int], trials: int, progress: Callable
             run, stretch = _draw(rng, text, distance, engine.tokenizer.vocab_size, source == "random")
             again = run[:LEAD] + stretch + run[LEAD + STRETCH :] + stretch
             seen, blind = _nats(engine, again), _nats(engine, run + stretch)
-            nats[trial] = seen[LEAD : LEAD + STRETCH - 1].mean(), seen[-STRETCH + 1 :].mean(), blind[-STRETCH + 1 :].mean()
+            nats[trial] = (seen[LEAD : LEAD + STRETCH - 1].mean(), seen[-STRETCH + 1 :].mean(), blind[-STRETCH + 1 :].mean())
             if progress:
                 progress(at * trials + trial + 1, len(kinds) * trials)
         first, second, without = nats.mean(axis=0).tolist()

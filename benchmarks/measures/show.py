@@ -26,10 +26,17 @@ def table(name: str, rows: list[dict]) -> str:
     if name == "kld":
         kl = {(r["kv"], r["depth"]): r["kl"] for r in rows}
         cells = [
-            [f"`{r['kv']}`", f"{r['depth']:,}", f"{r['kl'] * 1e6:.2f} ± {r['kl_error'] * 1e6:.2f}", f"{r['kl_p99'] * 1e6:.1f}",
-             f"{r['kl'] / kl[COLLAPSED, r['depth']]:.3f}", f"{r['same_top']:.2%}"]
-            for r in sorted(rows, key=lambda r: r["depth"]) if r["kv"] != REFERENCE
-        ]  # fmt: skip
+            [
+                f"`{r['kv']}`",
+                f"{r['depth']:,}",
+                f"{r['kl'] * 1e6:.2f} ± {r['kl_error'] * 1e6:.2f}",
+                f"{r['kl_p99'] * 1e6:.1f}",
+                f"{r['kl'] / kl[COLLAPSED, r['depth']]:.3f}",
+                f"{r['same_top']:.2%}",
+            ]
+            for r in sorted(rows, key=lambda r: r["depth"])
+            if r["kv"] != REFERENCE
+        ]
         head = ["KV", "tokens before", "mean KL, 1e-6 nats", "99th percentile", "over the collapsed code's", "same top token"]
         return _markdown(head, cells)
     if name in ("acceptance", "drafts"):
@@ -63,20 +70,45 @@ def per_role(rows: list[dict]) -> list[dict]:
         four, eight = cell[role, 4, "alone"], cell[role, 8, "alone"]
         added = (four["bytes8"] - four["bytes4"]) / GIB
         (other,) = (r for r in rows if (r["role"], r["in"]) == (role, "q4"))
-        found.append({"role": role, "four": four, "eight": eight, "added": added, "small": four["bytes4"] / GIB,
-                      "worth": (four["kl"] - eight["kl"]) / added, "within": other,
-                      "kept": 4 if other["bits"] == 8 else 8})  # fmt: skip
+        found.append(
+            {
+                "role": role,
+                "four": four,
+                "eight": eight,
+                "added": added,
+                "small": four["bytes4"] / GIB,
+                "worth": (four["kl"] - eight["kl"]) / added,
+                "within": other,
+                "kept": 4 if other["bits"] == 8 else 8,
+            }
+        )
     return sorted(found, key=lambda r: -r["worth"])
 
 
 def _roles(rows: list[dict]) -> str:
     cells = [
-        [f"`{r['role']}`", str(r["kept"]), f"{r['small']:.2f}", f"{r['added']:.2f}", _kl(r["four"]), _kl(r["eight"]),
-         f"{r['worth'] * 1e6:,.0f}", f"{r['within']['bits']} bits: {_kl(r['within'])}"]
+        [
+            f"`{r['role']}`",
+            str(r["kept"]),
+            f"{r['small']:.2f}",
+            f"{r['added']:.2f}",
+            _kl(r["four"]),
+            _kl(r["eight"]),
+            f"{r['worth'] * 1e6:,.0f}",
+            f"{r['within']['bits']} bits: {_kl(r['within'])}",
+        ]
         for r in per_role(rows)
-    ]  # fmt: skip
-    head = ["role", "bits in `q4`", "27B, GiB in 4 bits", "8 bits add", "alone in 4 bits: KL, 1e-6 nats", "alone in 8 bits",
-            "removed a GiB", "`q4` but for this role"]  # fmt: skip
+    ]
+    head = [
+        "role",
+        "bits in `q4`",
+        "27B, GiB in 4 bits",
+        "8 bits add",
+        "alone in 4 bits: KL, 1e-6 nats",
+        "alone in 8 bits",
+        "removed a GiB",
+        "`q4` but for this role",
+    ]
     (whole,) = (r for r in rows if r["role"] == "all")
     mtp = [[f"{r['bits']} bits", *_drafts(r)] for r in rows if r["role"] == "mtp"]
     return "\n".join([_markdown(head, cells), f"all of `q4`: {_kl(whole)}\n", _markdown(["MTP head alone", *DRAFTS], mtp)])
@@ -87,10 +119,18 @@ def _recipes(rows: list[dict]) -> str:
     loss = {(r["recipe"], r["kv"]): f"{r['nats_per_token']:.4f}" for r in rows}
     losses = [[f"`{name}`", *(loss[name, kv] for kv in formats)] for name in names]
     cells = [
-        [f"`{r['recipe']}`", f"{r['bytes'] / GIB:.2f}", _kl(r), f"{r['kl_p99'] * 1e6:,.0f}", f"{r['same_top']:.2%}",
-         f"{r['above']:+.4f} ± {r['above_error']:.4f}", *_drafts(r["drafts"])]
-        for r in rows if "kl" in r
-    ]  # fmt: skip
+        [
+            f"`{r['recipe']}`",
+            f"{r['bytes'] / GIB:.2f}",
+            _kl(r),
+            f"{r['kl_p99'] * 1e6:,.0f}",
+            f"{r['same_top']:.2%}",
+            f"{r['above']:+.4f} ± {r['above_error']:.4f}",
+            *_drafts(r["drafts"]),
+        ]
+        for r in rows
+        if "kl" in r
+    ]
     head = ["weights", "27B, GiB", "mean KL, 1e-6 nats", "99th percentile", "same top token", "loss above bf16", *DRAFTS]
     return "\n".join([_markdown(["weights", *(f"`{kv}`" for kv in formats)], losses), _markdown(head, cells)])
 
@@ -154,8 +194,13 @@ def _plot_roles(file: Path, roles: list[dict]) -> None:
         axes.scatter([r["added"] for r in own], [r["four"]["kl"] for r in own], marker="os"[kept == 8], label=label)
     for r in roles:
         axes.annotate(r["role"], (r["added"], r["four"]["kl"]), textcoords="offset points", xytext=(6, 5))
-    axes.set(xscale="log", yscale="log", xlabel="GiB that 8 bits add on the 27B", ylabel="KL in 4 bits, alone, nats a token",
-             title="What 4 bits of each role cost (bundled model)")  # fmt: skip
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="GiB that 8 bits add on the 27B",
+        ylabel="KL in 4 bits, alone, nats a token",
+        title="What 4 bits of each role cost (bundled model)",
+    )
     ends = np.array([min(r["added"] for r in roles) / 2, max(r["added"] for r in roles) * 3])
     limits = axes.get_ylim()
     for worth in (1e-4, 1e-3, 1e-2):

@@ -21,29 +21,63 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from weights import qwen_tokenizer, tiny_path
+from ninfer_jax.checkpoints import qwen_tokenizer, tiny_path
 
 LINEAR, FULL = "linear_attention", "full_attention"
 SHARD_BYTES = 2_600_000_000  # the embedding and the head, 2.54 GB each, have one for themselves
 _BLOCK = 1 << 24  # elements drawn at a time, 64 MiB in float32
 TEXT: dict[str, Any] = {
-    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "bos_token_id": 248_044, "dtype": "bfloat16",
-    "eos_token_id": 248_044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
-    "initializer_range": 0.02, "intermediate_size": 17_408, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
-    "max_position_embeddings": 262_144, "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24, "num_key_value_heads": 4, "output_gate_type": "swish",
-    "pad_token_id": None, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "use_cache": True,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "bos_token_id": 248_044,
+    "dtype": "bfloat16",
+    "eos_token_id": 248_044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 17_408,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262_144,
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "output_gate_type": "swish",
+    "pad_token_id": None,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "use_cache": True,
     "vocab_size": 248_320,
     "rope_parameters": {
-        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10_000_000,
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10_000_000,
         "rope_type": "default",
     },
-}  # fmt: skip
+}
 MINIATURE: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 6, "num_key_value_heads": 1, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6, "vocab_size": 1088, "bos_token_id": None, "eos_token_id": 0, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "vocab_size": 1088,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "max_position_embeddings": 4096,
+}
 
 
 def text_config(layers: int, miniature: bool = False) -> dict[str, Any]:
@@ -115,9 +149,12 @@ def write(path: Path, config: dict[str, Any], seed: int, shard_bytes: int = SHAR
     index = {"metadata": {"total_size": nbytes(config)}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     whole = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "language_model_only": False, "model_type": "qwen3_5",
-        "text_config": config, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "language_model_only": False,
+        "model_type": "qwen3_5",
+        "text_config": config,
+        "tie_word_embeddings": False,
+    }
     (path / "config.json").write_text(json.dumps(whole, indent=2))
     if config["vocab_size"] == TEXT["vocab_size"]:
         qwen_tokenizer.build(path, "3.8")

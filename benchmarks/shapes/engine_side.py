@@ -1,6 +1,6 @@
 """The engine over an artifact: what it writes, what it drafts first and its logits.
 
-    python -m benchmarks.shapes.engine_side ARTIFACT IDS.npy OUT.npz DTYPE MAX_NEW PROMPT
+python -m benchmarks.shapes.engine_side ARTIFACT IDS.npy OUT.npz DTYPE MAX_NEW PROMPT
 """
 
 from __future__ import annotations

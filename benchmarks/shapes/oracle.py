@@ -48,7 +48,7 @@ class Oracle:
         fc = self.stored.matrix("mtp.fc", hidden.shape[1], 2 * hidden.shape[1])
         for draft in given:
             embedded = self.stored.rows("embed_tokens", following)
-            parts = self._norm("mtp.pre_fc_norm_embedding.weight", embedded), self._norm("mtp.pre_fc_norm_hidden.weight", hidden)
+            parts = (self._norm("mtp.pre_fc_norm_embedding.weight", embedded), self._norm("mtp.pre_fc_norm_hidden.weight", hidden))
             x = (torch.cat(parts, dim=-1) @ fc.T)[None]
             y = self._norm("mtp.norm.weight", self._layer("mtp.layers.0", self.config.layer_types.index("full_attention"), x))[0]
             rows.append(y[-1])

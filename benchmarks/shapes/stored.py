@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (NumPy's bfloat16)
+import ml_dtypes
 import numpy as np
 import torch
 

@@ -130,7 +130,7 @@ def _cpu_name() -> str:
 def _source() -> str:
     """Of every package the engine is made of, this one and the command line left out."""
     digest = hashlib.sha256()
-    for package in ("ninfer_jax", "pallas_kernels", "weights"):
+    for package in ("ninfer_jax", "pallas_kernels"):
         (root,) = {Path(p) for p in importlib.import_module(package).__path__}
         files = (
             f

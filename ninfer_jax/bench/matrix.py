@@ -50,9 +50,15 @@ class EngineCells:
 
 
 def cells(
-    prompts: Sequence[int], gens: Sequence[int], depths: Sequence[int], kvs: Sequence[str], drafts: Sequence[int],
-    slots: Sequence[int], contexts: Sequence[int | None], chunk: int,
-) -> list[Cell]:  # fmt: skip
+    prompts: Sequence[int],
+    gens: Sequence[int],
+    depths: Sequence[int],
+    kvs: Sequence[str],
+    drafts: Sequence[int],
+    slots: Sequence[int],
+    contexts: Sequence[int | None],
+    chunk: int,
+) -> list[Cell]:
     """All combinations, each once. chunk: tokens of a prefill call, of which every depth must be a multiple, because a
     call that held the end of the depth and the start of the prompt could not be timed apart. ValueError names the field.
     """
@@ -65,9 +71,7 @@ def cells(
             near = max(1, round(depth / chunk)) * chunk
             raise ValueError(f"depth is {depth}, it must be a multiple of the prefill chunk {chunk}; the nearest is {near}")
     for kv, draft, count, context in product(kvs, drafts, slots, contexts):
-        EngineConfig(
-            kv=kv, draft=draft, slots=count, context=context
-        )  # a name or number that no engine takes is a typing mistake
+        EngineConfig(kv=kv, draft=draft, slots=count, context=context)  # a name or number that no engine takes is a typing mistake
     every = product(kvs, drafts, slots, contexts, depths, prompts, gens)
     return list(dict.fromkeys(Cell(p, g, d, kv, k, s, c) for kv, k, s, c, d, p, g in every))
 

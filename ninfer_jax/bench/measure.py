@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import jax
@@ -58,9 +59,12 @@ class _Request(Sequence):
 
 
 def measure(
-    engine: Engine, cell: Cell, texts: SequenceOf[SequenceOf[int]], energy: Callable[[], float] | None = None,
+    engine: Engine,
+    cell: Cell,
+    texts: SequenceOf[SequenceOf[int]],
+    energy: Callable[[], float] | None = None,
     tell: Callable[[int, int], None] | None = None,
-) -> Sample:  # fmt: skip
+) -> Sample:
     """Run the cell once, greedily and past end tokens. texts: `[slots]` of depth + prompt token ids, all different.
     energy: joules so far. tell: called with (tokens prefilled or generated, in all)."""
     runner = engine.runner

@@ -30,12 +30,16 @@ def table(rows: Sequence[Row]) -> Table:
             continue
         memory = row.memory.bytes if row.memory else None
         made.add_row(
-            *_cell(row), str(row.context), _spread(row.prefill), _spread(row.decode), _spread(row.ttft, 1e3),
+            *_cell(row),
+            str(row.context),
+            _spread(row.prefill),
+            _spread(row.decode),
+            _spread(row.ttft, 1e3),
             _NONE if row.rounds is None else f"{row.rounds.median:g}",
             _NONE if row.acceptance is None else f"{row.acceptance:.1%}",
             _NONE if memory is None else f"{memory / 2**20:,.0f}",
             _spread(row.energy, digits=3),
-        )  # fmt: skip
+        )
     return made
 
 
@@ -99,9 +103,15 @@ def compare(rows: Sequence[Row], old: Sequence[Row], name: str) -> Table:
         )
         accepted = [_NONE if a is None else f"{a:.1%}" for a in (before.acceptance, row.acceptance)]
         made.add_row(
-            *_cell(row), str(row.context), prefill, decode, ttft, " -> ".join(dict.fromkeys(accepted)),
-            _memory_ratio(row, before), energy,
-        )  # fmt: skip
+            *_cell(row),
+            str(row.context),
+            prefill,
+            decode,
+            ttft,
+            " -> ".join(dict.fromkeys(accepted)),
+            _memory_ratio(row, before),
+            energy,
+        )
     return made
 
 

@@ -89,9 +89,8 @@ class Row:
 
     def json(self) -> dict[str, Any]:
         named = dict(
-            prefill_tok_s=self.prefill, decode_tok_s=self.decode, ttft_s=self.ttft, rounds=self.rounds,
-            joules_per_token=self.energy,
-        )  # fmt: skip
+            prefill_tok_s=self.prefill, decode_tok_s=self.decode, ttft_s=self.ttft, rounds=self.rounds, joules_per_token=self.energy
+        )
         measured = {name: spread and dataclasses.asdict(spread) for name, spread in named.items()}
         own = dataclasses.asdict(self)
         return {"how": "refused" if self.refused else "measured", **own, "summary": {**measured, "acceptance": self.acceptance}}
@@ -100,11 +99,7 @@ class Row:
     def from_json(cls, given: dict[str, Any]) -> Row:
         own = {field.name: given[field.name] for field in dataclasses.fields(cls)}
         memory, samples = own.pop("memory"), own.pop("samples")
-        own |= {
-            "cell": Cell(**own["cell"]),
-            "samples": tuple(Sample(**s) for s in samples),
-            "memory": memory and Memory(**memory),
-        }
+        own |= {"cell": Cell(**own["cell"]), "samples": tuple(Sample(**s) for s in samples), "memory": memory and Memory(**memory)}
         return cls(**own)
 
 

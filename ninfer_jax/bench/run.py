@@ -50,9 +50,15 @@ class Bench:
     """
 
     def __init__(
-        self, settings: Settings, versions: dict[str, str], corpus: Corpus, load: Load, results: Results,
-        tell: Tell = lambda stage, done, total: None, on_row: Callable[[Row], None] = lambda row: None,
-    ):  # fmt: skip
+        self,
+        settings: Settings,
+        versions: dict[str, str],
+        corpus: Corpus,
+        load: Load,
+        results: Results,
+        tell: Tell = lambda stage, done, total: None,
+        on_row: Callable[[Row], None] = lambda row: None,
+    ):
         self._given, self._settings, self._versions = settings, asdict(settings), versions
         self._corpus, self._load, self._results, self._tell, self._on_row = corpus, load, results, tell, on_row
         device = jax.devices()[0]
@@ -93,10 +99,16 @@ class Bench:
         gc.collect()
         self._memory.restart()
         try:
-            return self._load(EngineConfig(
-                context=context, slots=group.slots, draft=group.draft, kv=group.kv, prefill_chunk=self._given.prefill_chunk,
-                dtype=self._given.dtype,
-            ))  # fmt: skip
+            return self._load(
+                EngineConfig(
+                    context=context,
+                    slots=group.slots,
+                    draft=group.draft,
+                    kv=group.kv,
+                    prefill_chunk=self._given.prefill_chunk,
+                    dtype=self._given.dtype,
+                )
+            )
         except ValueError as error:
             return str(error)
         except jax.errors.JaxRuntimeError as error:

@@ -54,8 +54,16 @@ def bench(
         given = {"prompt": prompt, "gen": gen, "depth": depth, "draft": draft, "slots": slots}
         lists = {name: _integers(name, text) for name, text in given.items()}
         lists["context"] = [None] if context is None else _integers("context", context)
-        _run(console, model, lists, kv, dict(warmup=warmup, repeats=repeats, prefill_chunk=prefill_chunk, dtype=dtype), corpus,
-             _Files(json_file, resume, csv_file, plot, compare), not no_verify)  # fmt: skip
+        _run(
+            console,
+            model,
+            lists,
+            kv,
+            dict(warmup=warmup, repeats=repeats, prefill_chunk=prefill_chunk, dtype=dtype),
+            corpus,
+            _Files(json_file, resume, csv_file, plot, compare),
+            not no_verify,
+        )
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -80,21 +88,27 @@ class _Files:
 
 
 def _run(
-    console: Console, model: str, lists: dict[str, list], kv: str | None, shapes: dict, corpus_file: Path | None, files: _Files,
+    console: Console,
+    model: str,
+    lists: dict[str, list],
+    kv: str | None,
+    shapes: dict,
+    corpus_file: Path | None,
+    files: _Files,
     verify: bool,
-) -> None:  # fmt: skip
+) -> None:
     # Imported here so that --help and mistakes in the arguments do not wait for JAX.
     import jax
 
     from ninfer_jax.bench import corpus, device, matrix, report
     from ninfer_jax.bench.results import Results, read_rows
     from ninfer_jax.bench.run import Bench, Settings, tokens_needed
+    from ninfer_jax.checkpoints import tiny_path
     from ninfer_jax.config import EngineConfig, ModelConfig
     from ninfer_jax.engine import Engine, allocator
     from ninfer_jax.programs.plan import page_bytes
     from ninfer_jax.programs.setup import resolve
     from ninfer_jax.text import Tokenizer
-    from weights import tiny_path
 
     engine = EngineConfig(prefill_chunk=shapes["prefill_chunk"], dtype=shapes["dtype"])
     path = tiny_path() if model == "tiny" and not Path(model).exists() else Path(model)
@@ -103,30 +117,31 @@ def _run(
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
     formats = _items("kv", kv) if kv is not None else [resolve(geometry, tokenizer.vocab_size, engine, platform).shape.kv]
     wanted = matrix.cells(
-        prompts=lists["prompt"], gens=lists["gen"], depths=lists["depth"], kvs=formats, drafts=lists["draft"],
-        slots=lists["slots"], contexts=lists["context"], chunk=engine.prefill_chunk,
-    )  # fmt: skip
-    groups = matrix.by_engine(
-        wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * group.capacity * group.slots
+        prompts=lists["prompt"],
+        gens=lists["gen"],
+        depths=lists["depth"],
+        kvs=formats,
+        drafts=lists["draft"],
+        slots=lists["slots"],
+        contexts=lists["context"],
+        chunk=engine.prefill_chunk,
     )
+    groups = matrix.by_engine(wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * group.capacity * group.slots)
     settings = Settings(path.resolve().name, device.fingerprint(path), "", **shapes)
     old = read_rows(files.compare) if files.compare else []
     results = Results(files.json, read_rows(files.json) if files.resume and files.json.exists() else ())
 
     with _Progress(console, len(wanted)) as bar:
         need = tokens_needed(wanted, settings)
-        text = corpus.open_corpus(
-            tokenizer, corpus_file, need, lambda done, total: bar.tell("tokenising the corpus", done, total)
-        )
+        text = corpus.open_corpus(tokenizer, corpus_file, need, lambda done, total: bar.tell("tokenising the corpus", done, total))
         settings = replace(settings, corpus=text.name)
         results.write()  # a place that cannot be written should not wait for the first cell
 
         def load(config: EngineConfig) -> Engine:
             words = f"context {config.context}, kv {config.kv}, K {config.draft}, slots {config.slots}"
             return Engine.load(
-                path, config, verify=verify,
-                progress=lambda stage, done, total: bar.tell(f"engine ({words}): {stage}", done, total),
-            )  # fmt: skip
+                path, config, verify=verify, progress=lambda stage, done, total: bar.tell(f"engine ({words}): {stage}", done, total)
+            )
 
         rows = Bench(settings, device.versions(), text, load, results, bar.tell, bar.row).run(groups)
     out = Console(highlight=False, emoji=False)

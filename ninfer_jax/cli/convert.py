@@ -12,11 +12,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint directory (plain or quantised), a .gguf file, or `tiny`.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A checkpoint directory (plain or quantised), a .gguf file, or `tiny`.")
+    ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The artifact's directory: empty, not there, or interrupted.")],
     recipe: Annotated[str, typer.Option(help="Formats of the weights: q4, q4-quality or w8.")] = "q4",
     draft_head: Annotated[int, typer.Option(help="Rows of a reduced head for drafts, picked by --draft-text; 0: none.")] = 0,
-    draft_text: Annotated[Path | None, typer.Option(help="A text like those to be written, UTF-8: its tokens are kept first.")] = None,
+    draft_text: Annotated[
+        Path | None, typer.Option(help="A text like those to be written, UTF-8: its tokens are kept first.")
+    ] = None,
 ) -> None:
     """Quantise a checkpoint, or keep its own 4-bit codes, for `generate` to run."""
     console = Console(stderr=True, highlight=False, emoji=False)
@@ -37,15 +41,15 @@ def _run(console: Console, source: Path, destination: Path, recipe: str, drafts:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a card's memory is for the engine, and its rounding is not the CPU's
+    from ninfer_jax.checkpoints import tiny_path
     from ninfer_jax.engine.convert import convert as run
-    from weights import tiny_path
 
     if source == Path("tiny") and not source.exists():
         source = tiny_path()
     # Where a write fails, Orbax's other writers complain that nobody waits for them any more; the error itself is raised.
     sys.unraisablehook = lambda unraisable: None
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
@@ -58,4 +62,6 @@ def _run(console: Console, source: Path, destination: Path, recipe: str, drafts:
     for note in artifact.manifest["notes"]:
         console.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
     about = artifact.manifest["source"]["format"]
-    console.print(f"{destination}: {artifact.nbytes / 1e9:.2f} GB, recipe {recipe}, from {about}", style="dim", markup=False, soft_wrap=True)
+    console.print(
+        f"{destination}: {artifact.nbytes / 1e9:.2f} GB, recipe {recipe}, from {about}", style="dim", markup=False, soft_wrap=True
+    )

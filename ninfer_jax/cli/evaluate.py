@@ -72,16 +72,37 @@ def evaluate(
 ) -> None:
     """Measure a model on a text: loss, divergence by KV format, needles, drift of its state, accepted drafts."""
     console = Console(stderr=True, highlight=False, emoji=False)
-    given = dict(tokens=tokens, window=window, stride=stride, reference=reference, against=against, depths=depths, lengths=lengths, trials=trials,
-                 seed=seed, chat=chat or None, every=every, drafts=drafts, prompts=prompts, prompt_tokens=prompt_tokens,
-                 max_new=max_new)  # fmt: skip
+    given = dict(
+        tokens=tokens,
+        window=window,
+        stride=stride,
+        reference=reference,
+        against=against,
+        depths=depths,
+        lengths=lengths,
+        trials=trials,
+        seed=seed,
+        chat=chat or None,
+        every=every,
+        drafts=drafts,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        max_new=max_new,
+    )
     try:
         options = _options(measure.value, given)
         formats = [name.strip() for name in kv.split(",")] if kv else [None]
         job = Job(console, model, _read(text), formats, prefill_chunk, dtype, not no_verify)
         rows = MEASURES[measure.value](job, options, plot)
-        about = {"measure": measure.value, "model": model, "device": job.device, "text": str(text),
-                 "text_sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "options": options, "results": rows}  # fmt: skip
+        about = {
+            "measure": measure.value,
+            "model": model,
+            "device": job.device,
+            "text": str(text),
+            "text_sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
+            "options": options,
+            "results": rows,
+        }
         if as_json:
             as_json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
@@ -149,7 +170,7 @@ class Job:
 
     @staticmethod
     def model_path(name: str) -> Path:
-        from weights import tiny_path
+        from ninfer_jax.checkpoints import tiny_path
 
         return tiny_path() if name == "tiny" and not Path(name).exists() else Path(name)
 
@@ -161,7 +182,9 @@ class Job:
         gc.collect()  # the engine before is part of a cycle; a card has no room for both
         config = EngineConfig(context=context, kv=kv, draft=draft, **self._shapes)
         with self.progress(f"loading, kv {kv or 'auto'}, draft {draft}") as tell:
-            engine = Engine.load(path or self.path, config, verify=self._verify, progress=lambda stage, done, total: tell(done, total))
+            engine = Engine.load(
+                path or self.path, config, verify=self._verify, progress=lambda stage, done, total: tell(done, total)
+            )
         self.device = engine.device
         return engine
 
@@ -198,7 +221,9 @@ def _kld(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
     depths, tokens, against = options["depths"], options["tokens"], options["against"]
     options["reference"] = check_format(options["reference"] or "bf16")
     # Against another model its own format is worth comparing too, and is what is compared where none is given.
-    others = [kv for kv in job.formats if kv and (against or kv != options["reference"])] or ([options["reference"]] if against else [])
+    others = [kv for kv in job.formats if kv and (against or kv != options["reference"])] or (
+        [options["reference"]] if against else []
+    )
     if not others:
         raise ValueError(f"kld: give the formats to compare with {options['reference']} as --kv, for instance --kv int8,rk4v4-e8")
 
@@ -213,7 +238,9 @@ def _kld(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
     for kv in others:
         own_ids, found = distributions(kv)
         if own_ids != ids:
-            raise ValueError(f"--against {against}: its tokenizer makes other ids of the text, so its distributions are of other tokens")
+            raise ValueError(
+                f"--against {against}: its tokenizer makes other ids of the text, so its distributions are of other tokens"
+            )
         for depth, reference, own in zip(depths, expected, found, strict=True):
             results.append(divergence.compare(kv, depth, reference, own, ids[depth + 1 : depth + 1 + tokens]))
     if plot:
@@ -266,8 +293,12 @@ def _acceptance(job: Job, options: dict[str, Any], plot: Path | None) -> list[di
 
 
 MEASURES: dict[str, Callable[[Job, dict[str, Any], Path | None], list[dict]]] = {
-    "ppl": _ppl, "kld": _kld, "needle": _needle, "drift": _drift, "acceptance": _acceptance,
-}  # fmt: skip
+    "ppl": _ppl,
+    "kld": _kld,
+    "needle": _needle,
+    "drift": _drift,
+    "acceptance": _acceptance,
+}
 
 
 # What the table has of each measure; --json has everything.

@@ -38,7 +38,9 @@ def generate(
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
     pool: Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")] = None,
     prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
-    programs: Annotated[Path | None, _Option(help="Executables from `ninfer-jax compile`; only from a directory you trust.")] = None,
+    programs: Annotated[
+        Path | None, _Option(help="Executables from `ninfer-jax compile`; only from a directory you trust.")
+    ] = None,
     no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")] = False,
     seed: Annotated[int | None, _Option(help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, _Option(help="A string that ends the answer; may be given several times.")] = None,
@@ -47,11 +49,24 @@ def generate(
     """Complete a prompt, or answer messages."""
     console = Console(stderr=True, highlight=False, emoji=False)
     try:
-        _run(console, model, _input(source, prompt, messages), as_json, no_thinking,
-             dict(max_new_tokens=max_new, temperature=0.0 if greedy else temperature, top_k=top_k, top_p=top_p,
-                  min_p=min_p, seed=seed, stop=tuple(stop or ())),
-             dict(context=context, kv=kv, draft=draft, slots=slots, dtype=dtype, pool=pool, prefill_chunk=prefill_chunk),
-             dict(programs=programs, verify=not no_verify))  # fmt: skip
+        _run(
+            console,
+            model,
+            _input(source, prompt, messages),
+            as_json,
+            no_thinking,
+            dict(
+                max_new_tokens=max_new,
+                temperature=0.0 if greedy else temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seed=seed,
+                stop=tuple(stop or ()),
+            ),
+            dict(context=context, kv=kv, draft=draft, slots=slots, dtype=dtype, pool=pool, prefill_chunk=prefill_chunk),
+            dict(programs=programs, verify=not no_verify),
+        )
     except ValueError as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -60,9 +75,15 @@ def generate(
 
 
 def _run(
-    console: Console, model: str, given: str | list, as_json: bool, no_thinking: bool, sampling: dict[str, Any], shapes: dict[str, Any],
+    console: Console,
+    model: str,
+    given: str | list,
+    as_json: bool,
+    no_thinking: bool,
+    sampling: dict[str, Any],
+    shapes: dict[str, Any],
     loading: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     # Imported here so that --help and mistakes in the arguments do not wait for JAX.
     from ninfer_jax.config import EngineConfig
     from ninfer_jax.decoding import SamplingParams
@@ -115,7 +136,7 @@ def _decode(raw: bytes, name: str) -> str:
 
 
 def _model_path(model: str) -> Path:
-    from weights import tiny_path
+    from ninfer_jax.checkpoints import tiny_path
 
     path = Path(model)
     return tiny_path() if model == "tiny" and not path.exists() else path
@@ -148,9 +169,7 @@ def _answer(
 ) -> Completion:
     bar = _bar(console, TextColumn("prefill   "), BarColumn(), MofNCompleteColumn())
     task = bar.add_task("prefill", total=None)
-    stream = engine.stream(
-        given, params, on_prefill=lambda done, total: bar.update(task, completed=done, total=total), **options
-    )
+    stream = engine.stream(given, params, on_prefill=lambda done, total: bar.update(task, completed=done, total=total), **options)
     # Only now: a request that is refused gets its one line and nothing else.
     console.print(header, style="dim", soft_wrap=True, markup=False)
     with bar:

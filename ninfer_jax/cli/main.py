@@ -14,8 +14,10 @@ from ninfer_jax.cli.plan import compile_programs, plan
 app = typer.Typer(
     cls=OneLineErrors,
     help="Run the hybrid Qwen3.5-family models on one card with fixed shapes.",
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-)  # fmt: skip
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 
 app.command()(generate)

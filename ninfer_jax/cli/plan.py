@@ -31,14 +31,27 @@ Dtype = Annotated[str, _Option(help="auto, float32 or bfloat16.")]
 
 
 def plan(
-    model: Model, recipe: Recipe = None, target: Annotated[str, _Option(help="The card, or cpu.")] = "rtx4090",
-    context: Context = None, kv: Kv = None, draft: Draft = 0, slots: Slots = 1, pool: Pool = None, prefill_chunk: Chunk = 1024,
-    dtype: Dtype = "auto", as_json: Annotated[bool, _Option("--json", help="Print one JSON object.")] = False,
-) -> None:  # fmt: skip
+    model: Model,
+    recipe: Recipe = None,
+    target: Annotated[str, _Option(help="The card, or cpu.")] = "rtx4090",
+    context: Context = None,
+    kv: Kv = None,
+    draft: Draft = 0,
+    slots: Slots = 1,
+    pool: Pool = None,
+    prefill_chunk: Chunk = 1024,
+    dtype: Dtype = "auto",
+    as_json: Annotated[bool, _Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Compile for a card that need not be here and say where every byte goes. Exit 3 if it does not fit."""
     console = Console(stderr=True, highlight=False)
     try:
-        setup = _setup(model, recipe, target, dict(context=context, kv=kv, draft=draft, slots=slots, pool=pool, prefill_chunk=prefill_chunk, dtype=dtype))
+        setup = _setup(
+            model,
+            recipe,
+            target,
+            dict(context=context, kv=kv, draft=draft, slots=slots, pool=pool, prefill_chunk=prefill_chunk, dtype=dtype),
+        )
         with tempfile.TemporaryDirectory() as folder:
             made = _compile(console, setup, target, Path(folder))
     except (ValueError, RuntimeError, OSError) as error:
@@ -54,11 +67,19 @@ def plan(
 
 
 def compile_programs(
-    model: Model, out: Annotated[Path, _Option(help="Directory for the executables.")],
-    target: Annotated[str, _Option(help="Cards by commas, or cpu: rtx4090,h200.")] = "rtx4090", recipe: Recipe = None,
-    context: Context = None, kv: Kv = None, draft: Draft = 0, slots: Slots = 1, pool: Pool = None, prefill_chunk: Chunk = 1024,
-    dtype: Dtype = "auto", report: Annotated[Path | None, _Option(help="Write the compiled facts as JSON.")] = None,
-) -> None:  # fmt: skip
+    model: Model,
+    out: Annotated[Path, _Option(help="Directory for the executables.")],
+    target: Annotated[str, _Option(help="Cards by commas, or cpu: rtx4090,h200.")] = "rtx4090",
+    recipe: Recipe = None,
+    context: Context = None,
+    kv: Kv = None,
+    draft: Draft = 0,
+    slots: Slots = 1,
+    pool: Pool = None,
+    prefill_chunk: Chunk = 1024,
+    dtype: Dtype = "auto",
+    report: Annotated[Path | None, _Option(help="Write the compiled facts as JSON.")] = None,
+) -> None:
     """Compile all programs of a configuration and write them for `generate --programs`."""
     from ninfer_jax.programs.executables import writing
 
@@ -87,10 +108,10 @@ def compile_programs(
 def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) -> Setup:
     # Imported here so that --help and mistakes in the arguments do not wait for JAX.
     from ninfer_jax import config
+    from ninfer_jax.checkpoints import Artifact, is_artifact
     from ninfer_jax.engine.weights_in import stored_recipe
     from ninfer_jax.programs.setup import model_of, resolve
     from pallas_kernels import targets
-    from weights import Artifact, is_artifact
 
     engine = config.EngineConfig(**shapes)
     if target != "cpu":
@@ -112,7 +133,9 @@ def _compile(console: Console, setup: Setup, target: str, out: Path) -> Plan:
         from pallas_kernels import deviceless
 
         deviceless.require_tools()
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True
+    )
     with bar:
         task = bar.add_task("compiling", total=None)
 
@@ -125,8 +148,9 @@ def _compile(console: Console, setup: Setup, target: str, out: Path) -> Plan:
 
 def _card_bytes(target: str) -> int:
     if target == "cpu":
-        from ninfer_jax.engine.memory import free_bytes
         import jax
+
+        from ninfer_jax.engine.memory import free_bytes
 
         return free_bytes(jax.devices("cpu")[0]) or 0
     from pallas_kernels import targets
@@ -164,5 +188,9 @@ def _show(console: Console, made: Plan, setup: Setup) -> None:
 def _advice(made: Plan) -> str:
     fits = {format: tokens for format, tokens in made.max_context.items() if tokens > 0}
     options = ", ".join(f"{format} {tokens:,}" for format, tokens in fits.items())
-    hint = f"contexts that would fit: {options}" if fits else "even without pages it does not fit: take smaller weights (--recipe q4) or a larger card"
+    hint = (
+        f"contexts that would fit: {options}"
+        if fits
+        else "even without pages it does not fit: take smaller weights (--recipe q4) or a larger card"
+    )
     return f"does not fit: {made.total:,} bytes are needed, {made.target} has {made.card:,}; {hint}"

@@ -6,6 +6,18 @@ from ninfer_jax.config.presets import PRESETS, preset
 from ninfer_jax.config.recipe import RECIPES, Recipe, WeightFormat, recipe
 
 __all__ = [
-    "FULL", "LINEAR", "MAX_CONTEXT", "MAX_DRAFT", "MAX_SLOTS", "PAGE", "PRESETS", "RECIPES", "EngineConfig", "ModelConfig",
-    "Recipe", "WeightFormat", "preset", "recipe",
-]  # fmt: skip
+    "FULL",
+    "LINEAR",
+    "MAX_CONTEXT",
+    "MAX_DRAFT",
+    "MAX_SLOTS",
+    "PAGE",
+    "PRESETS",
+    "RECIPES",
+    "EngineConfig",
+    "ModelConfig",
+    "Recipe",
+    "WeightFormat",
+    "preset",
+    "recipe",
+]

@@ -15,16 +15,62 @@ LINEAR, FULL = "linear_attention", "full_attention"
 # Keys that cannot change what the text tower computes. Everything else is either read, required to hold an
 # implemented value, or refused: a key this engine has never heard of may well be a different architecture.
 _IRRELEVANT = frozenset(
-    "architectures attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range "
-    "is_encoder_decoder label2id language_model_only model_type output_attentions output_hidden_states pad_token_id "
-    "problem_type return_dict tokenizer_class torch_dtype transformers_version use_cache image_token_id video_token_id "
-    "vision_config vision_start_token_id vision_end_token_id text_config max_window_layers _name_or_path".split()
+    [
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "language_model_only",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "image_token_id",
+        "video_token_id",
+        "vision_config",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "text_config",
+        "max_window_layers",
+        "_name_or_path",
+    ]
 )
 _READ = frozenset(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
-    "rms_norm_eps max_position_embeddings tie_word_embeddings layer_types full_attention_interval "
-    "mtp_num_hidden_layers rope_parameters partial_rotary_factor rope_theta".split()
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "layer_types",
+        "full_attention_interval",
+        "mtp_num_hidden_layers",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "rope_theta",
+    ]
 )
 # What the engine implements of the keys that select a variant.
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
@@ -41,11 +87,7 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([], None),
     "quantization_config": (None,),
 }
-_ROPE_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
-    "rope_type": ("default",),
-    "type": ("default",),
-    "mrope_interleaved": (True,),
-}
+_ROPE_IMPLEMENTED: dict[str, tuple[Any, ...]] = {"rope_type": ("default",), "type": ("default",), "mrope_interleaved": (True,)}
 _ROPE_READ = frozenset({"rope_theta", "partial_rotary_factor", "mrope_section"})
 _MISSING = object()
 
@@ -96,12 +138,27 @@ class ModelConfig:
             if not ok:
                 raise ValueError(f"config.json: {what}")
 
-        need(self.query_heads % self.kv_heads == 0, f"num_attention_heads {self.query_heads} is no multiple of num_key_value_heads {self.kv_heads}")
+        need(
+            self.query_heads % self.kv_heads == 0,
+            f"num_attention_heads {self.query_heads} is no multiple of num_key_value_heads {self.kv_heads}",
+        )
         need(self.head_dim % 64 == 0, f"head_dim {self.head_dim} is no multiple of 64, the group of the KV formats")
-        need(self.gdn_value_heads % self.gdn_key_heads == 0, f"linear_num_value_heads {self.gdn_value_heads} is no multiple of linear_num_key_heads {self.gdn_key_heads}")
-        need(self.rotary_dim % 2 == 0 and 0 < self.rotary_dim <= self.head_dim, f"partial_rotary_factor gives {self.rotary_dim} rotated dims of {self.head_dim}")
-        need(sum(self.mrope_section) == self.rotary_dim // 2, f"mrope_section {list(self.mrope_section)} does not add up to {self.rotary_dim // 2} frequencies")
-        need(set(self.layer_types) <= {LINEAR, FULL}, f"layer_types holds {sorted(set(self.layer_types) - {LINEAR, FULL})}, known are {LINEAR} and {FULL}")
+        need(
+            self.gdn_value_heads % self.gdn_key_heads == 0,
+            f"linear_num_value_heads {self.gdn_value_heads} is no multiple of linear_num_key_heads {self.gdn_key_heads}",
+        )
+        need(
+            self.rotary_dim % 2 == 0 and 0 < self.rotary_dim <= self.head_dim,
+            f"partial_rotary_factor gives {self.rotary_dim} rotated dims of {self.head_dim}",
+        )
+        need(
+            sum(self.mrope_section) == self.rotary_dim // 2,
+            f"mrope_section {list(self.mrope_section)} does not add up to {self.rotary_dim // 2} frequencies",
+        )
+        need(
+            set(self.layer_types) <= {LINEAR, FULL},
+            f"layer_types holds {sorted(set(self.layer_types) - {LINEAR, FULL})}, known are {LINEAR} and {FULL}",
+        )
         need(self.mtp_layers in (0, 1), f"mtp_num_hidden_layers is {self.mtp_layers}, implemented are 0 and 1")
         need(self.conv_width >= 2, f"linear_conv_kernel_dim is {self.conv_width}, at least 2 is needed")
 
@@ -133,11 +190,11 @@ class ModelConfig:
     def _from_text(cls, text: Mapping[str, Any]) -> ModelConfig:
         rope = text.get("rope_parameters")
         if not isinstance(rope, Mapping):
-            raise ValueError("config.json: rope_parameters is missing (an object with rope_theta, partial_rotary_factor, mrope_section)")
+            raise ValueError(
+                "config.json: rope_parameters is missing (an object with rope_theta, partial_rotary_factor, mrope_section)"
+            )
         _refuse_rope(rope)
-        theta, partial = (
-            _number(rope if rope.get(k) is not None else text, k) for k in ("rope_theta", "partial_rotary_factor")
-        )
+        theta, partial = (_number(rope if rope.get(k) is not None else text, k) for k in ("rope_theta", "partial_rotary_factor"))
         section = rope.get("mrope_section")
         if section is None:
             raise ValueError("config.json: rope_parameters.mrope_section is missing")

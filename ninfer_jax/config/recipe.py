@@ -53,12 +53,8 @@ _W4, _W8, _ROWS8 = WeightFormat(4, 64), WeightFormat(8, 128), WeightFormat(8, 32
 # Decay and write strength steer a state over the whole context, and the head decides near ties: both keep their inputs.
 _FINE = WeightFormat(8, 128, "bf16")
 RECIPES = {
-    "q4": Recipe(
-        "q4", {"attention": _W4, "gdn": _W4, "mlp": _W4, "embed": _W4, "gdn_gate": _FINE, "head": _FINE, "mtp": _W8}
-    ),
-    "w8": Recipe(
-        "w8", {"attention": _W8, "gdn": _W8, "mlp": _W8, "embed": _ROWS8, "gdn_gate": _FINE, "head": _FINE, "mtp": _W8}
-    ),
+    "q4": Recipe("q4", {"attention": _W4, "gdn": _W4, "mlp": _W4, "embed": _W4, "gdn_gate": _FINE, "head": _FINE, "mtp": _W8}),
+    "w8": Recipe("w8", {"attention": _W8, "gdn": _W8, "mlp": _W8, "embed": _ROWS8, "gdn_gate": _FINE, "head": _FINE, "mtp": _W8}),
 }
 
 # Of the roles that q4 has in 4 bits, the two whose 8 bits take away most divergence for the bytes that they add on the 27B,

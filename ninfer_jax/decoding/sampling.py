@@ -58,13 +58,22 @@ def sampling_struct(slots: int, vocab: int) -> SamplingState:
     """Shapes and dtypes of a `SamplingState`."""
     number, integer = jax.ShapeDtypeStruct((slots,), jnp.float32), jax.ShapeDtypeStruct((slots,), jnp.int32)
     return SamplingState(
-        temperature=number, top_k=integer, top_p=number, min_p=number, presence=number, frequency=number,
-        repetition=number, key=jax.ShapeDtypeStruct((slots, 2), jnp.uint32), emitted=integer,
-        top_logprobs=jax.ShapeDtypeStruct((slots,), jnp.bool_), all_logits=jax.ShapeDtypeStruct((slots,), jnp.bool_),
+        temperature=number,
+        top_k=integer,
+        top_p=number,
+        min_p=number,
+        presence=number,
+        frequency=number,
+        repetition=number,
+        key=jax.ShapeDtypeStruct((slots, 2), jnp.uint32),
+        emitted=integer,
+        top_logprobs=jax.ShapeDtypeStruct((slots,), jnp.bool_),
+        all_logits=jax.ShapeDtypeStruct((slots,), jnp.bool_),
         stop_ids=jax.ShapeDtypeStruct((slots, MAX_STOP_IDS), jnp.int32),
-        bias=jax.ShapeDtypeStruct((slots, vocab), jnp.float32), counts=jax.ShapeDtypeStruct((slots, vocab), jnp.int32),
+        bias=jax.ShapeDtypeStruct((slots, vocab), jnp.float32),
+        counts=jax.ShapeDtypeStruct((slots, vocab), jnp.int32),
         in_prompt=jax.ShapeDtypeStruct((slots, vocab), jnp.bool_),
-    )  # fmt: skip
+    )
 
 
 def choose(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: int) -> Choice:
@@ -80,9 +89,7 @@ def choose(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: in
     sampling = state.temperature > 0
     index = state.emitted[:, None] + jnp.arange(rows)
     token = jax.lax.cond(
-        jnp.any(sampling),
-        lambda: jnp.where(sampling[:, None], _draw(adjusted, state, index), token),
-        lambda: token,
+        jnp.any(sampling), lambda: jnp.where(sampling[:, None], _draw(adjusted, state, index), token), lambda: token
     )
     log_total = jax.nn.logsumexp(logits, axis=-1)
     logprob = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0] - log_total
@@ -116,7 +123,8 @@ def choose_what_is_asked(logits: jax.Array, state: SamplingState, drafts: jax.Ar
         return values, ids.astype(jnp.int32)
 
     return jax.lax.cond(
-        jnp.any(state.all_logits), lambda: choose(logits, state, drafts, valid),
+        jnp.any(state.all_logits),
+        lambda: choose(logits, state, drafts, valid),
         lambda: choose_among(candidates, state, rows, min(MAX_TOP_LOGPROBS, vocab)),
     )
 

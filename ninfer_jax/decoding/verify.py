@@ -24,9 +24,7 @@ class Verdict(NamedTuple):
     finished: jax.Array
 
 
-def judge(
-    tokens: jax.Array, drafts: jax.Array, stop_ids: jax.Array, left: jax.Array, active: jax.Array
-) -> Verdict:
+def judge(tokens: jax.Array, drafts: jax.Array, stop_ids: jax.Array, left: jax.Array, active: jax.Array) -> Verdict:
     """tokens int32 `[S, K + 1]` drawn for the rows, drafts int32 `[S, K]`, stop_ids int32 `[S, n]`, left int32 `[S]`."""
     rows = tokens.shape[1]
     agree = jnp.cumprod((tokens[:, :-1] == drafts).astype(jnp.int32), axis=1)

@@ -8,24 +8,30 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from ninfer_jax.config import ModelConfig, Recipe, recipe as recipe_called
+from ninfer_jax.checkpoints import Artifact
+from ninfer_jax.checkpoints.convert import Plan, Progress, check_tensors, parameter_key, repackable, write_artifact
+from ninfer_jax.checkpoints.sources import Source, open_source
+from ninfer_jax.config import ModelConfig, Recipe
+from ninfer_jax.config import recipe as recipe_called
 from ninfer_jax.engine.draft_head import DRAFT_IDS, pick_ids, with_draft_head
 from ninfer_jax.model import TextModel, parameters_of
 from ninfer_jax.text import Tokenizer
-from weights import Artifact
-from weights.convert import Plan, Progress, check_tensors, parameter_key, repackable, write_artifact
-from weights.sources import Source, open_source
 
 
 def convert(
-    source: str | Path, destination: str | Path, recipe: str | Recipe = "q4", *, draft_head: int = 0, draft_text: str = "",
+    source: str | Path,
+    destination: str | Path,
+    recipe: str | Recipe = "q4",
+    *,
+    draft_head: int = 0,
+    draft_text: str = "",
     progress: Progress | None = None,
-) -> Artifact:  # fmt: skip
+) -> Artifact:
     """Quantise the checkpoint `source` by a recipe into the artifact directory `destination`; an interrupted conversion
     goes on where it was. draft_head: rows of the reduced head that drafts choose from on a GPU (0: none), picked by how often
     `draft_text` uses their tokens. progress: called with (stage, bytes done, bytes in all).
 
-    ValueError, one line: a source or a recipe that does not fit, and what `weights.convert.write_artifact` refuses.
+    ValueError, one line: a source or a recipe that does not fit, and what `ninfer_jax.checkpoints.convert.write_artifact` refuses.
     """
     wanted = recipe_called(recipe) if isinstance(recipe, str) else recipe
     found, ids = open_source(source), None

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ninfer_jax.checkpoints.sources import Source, SourceTensor
 from ninfer_jax.text import Tokenizer
-from weights.sources import Source, SourceTensor
 
 HEAD, DRAFT_HEAD, DRAFT_IDS = "lm_head.weight", "mtp.draft_head.weight", "mtp.draft_ids"
 
@@ -22,7 +22,9 @@ def pick_ids(tokenizer: Tokenizer, text: str, count: int, forced: Sequence[int] 
     (vocabularies are built from the most frequent pairs on). ValueError for a count that cannot be had."""
     must = sorted({*tokenizer.special_ids, *forced})
     if not len(must) <= count <= tokenizer.vocab_size:
-        raise ValueError(f"draft head: {count} rows, must be from {len(must)} (special tokens) to {tokenizer.vocab_size} (the vocabulary)")
+        raise ValueError(
+            f"draft head: {count} rows, must be from {len(must)} (special tokens) to {tokenizer.vocab_size} (the vocabulary)"
+        )
     frequent = [token for token, _ in collections.Counter(tokenizer.encode(text)).most_common()]
     order = dict.fromkeys([*must, *frequent, *range(tokenizer.vocab_size)])
     return np.array(sorted(list(order)[:count]), np.int32)

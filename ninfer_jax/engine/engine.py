@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from ninfer_jax.config import EngineConfig, ModelConfig
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.decoding.params import MAX_STOP_IDS
 from ninfer_jax.engine import allocator
+from ninfer_jax.engine.memory import check_memory
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.weights_in import open_weights
-from ninfer_jax.engine.memory import check_memory
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import load_into
 from ninfer_jax.programs.setup import Setup, resolve
@@ -39,18 +40,29 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, programs: Programs, tokenizer: Tokenizer, template: ChatTemplate | None,
-        defaults: GenerationDefaults, model_config: ModelConfig, started_at: int,
-    ):  # fmt: skip
+        self,
+        runner: Runner,
+        programs: Programs,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        defaults: GenerationDefaults,
+        model_config: ModelConfig,
+        started_at: int,
+    ):
         self._runner, self._programs = runner, programs
         self.tokenizer, self.template, self.defaults, self.model_config = tokenizer, template, defaults, model_config
         self._started_at = started_at
 
     @classmethod
     def load(
-        cls, path: str | Path, config: EngineConfig | None = None, *, programs: str | Path | None = None,
-        verify: bool = True, progress: LoadProgress | None = None,
-    ) -> Engine:  # fmt: skip
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        programs: str | Path | None = None,
+        verify: bool = True,
+        progress: LoadProgress | None = None,
+    ) -> Engine:
         """Read a Hugging Face checkpoint directory or an artifact (`ninfer-jax convert`), compile the programs and allocate
         the state. On a CPU an artifact's weights are expanded to the numbers they stand for.
 
@@ -70,11 +82,15 @@ class Engine:
             raise ValueError(f"draft is {config.draft}, but {path} has no MTP head (mtp.* tensors) to draft with; use draft 0")
         tokenizer = Tokenizer.from_dir(path)
         if tokenizer.vocab_size > model_config.vocab_size:
-            raise ValueError(f"{path}: tokenizer.json has {tokenizer.vocab_size} ids, config.json a vocab_size of {model_config.vocab_size}")
+            raise ValueError(
+                f"{path}: tokenizer.json has {tokenizer.vocab_size} ids, config.json a vocab_size of {model_config.vocab_size}"
+            )
         template = ChatTemplate.from_dir(path) if _has_template(path) else None
         defaults = GenerationDefaults.from_dir(path)
         if max(defaults.eos_ids) >= tokenizer.vocab_size:
-            raise ValueError(f"{path}: eos_token_id {max(defaults.eos_ids)} is no token, tokenizer.json has {tokenizer.vocab_size} ids")
+            raise ValueError(
+                f"{path}: eos_token_id {max(defaults.eos_ids)} is no token, tokenizer.json has {tokenizer.vocab_size} ids"
+            )
 
         def setup_for(platform: str) -> Setup:
             return resolve(model_config, tokenizer.vocab_size, config, platform, weights.recipe(platform))
@@ -128,14 +144,22 @@ class Engine:
         """The checkpoint's own sampling defaults, with `changes` on top."""
         d = self.defaults
         own = SamplingParams(
-            temperature=d.effective_temperature, top_k=d.top_k, top_p=d.top_p, min_p=d.min_p, repetition_penalty=d.repetition_penalty
+            temperature=d.effective_temperature,
+            top_k=d.top_k,
+            top_p=d.top_p,
+            min_p=d.min_p,
+            repetition_penalty=d.repetition_penalty,
         )
         return replace(own, **changes)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *,
-        on_prefill: Callable[[int, int], None] | None = None, **template_options: Any,
-    ) -> Completion:  # fmt: skip
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        on_prefill: Callable[[int, int], None] | None = None,
+        **template_options: Any,
+    ) -> Completion:
         """Complete a prompt. params: None takes the checkpoint's defaults. template_options (`tools`,
         `enable_thinking`, ...) apply to messages only. on_prefill: called with (prompt tokens done, in all)."""
         *_, last = self.stream(prompt, params, on_prefill=on_prefill, **template_options)
@@ -159,9 +183,13 @@ class Engine:
         return [s.completion() for s in sequences]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *,
-        on_prefill: Callable[[int, int], None] | None = None, **template_options: Any,
-    ) -> Iterator[Delta]:  # fmt: skip
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        on_prefill: Callable[[int, int], None] | None = None,
+        **template_options: Any,
+    ) -> Iterator[Delta]:
         """The same in pieces, as they are produced; the last piece carries the completion. Closing the iterator early
         frees the slot. Several streams may be read alternately, up to the number of slots."""
         sequence = self._sequence(prompt, params, template_options)
@@ -246,8 +274,10 @@ def _are_integers(tokens: Any) -> bool:
     if isinstance(tokens, np.ndarray):
         return tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer)
     # Bytes are a sequence of integers too, but whoever passes them means text.
-    return isinstance(tokens, SequenceOf) and not isinstance(tokens, bytes | bytearray) and all(
-        isinstance(t, int | np.integer) and not isinstance(t, bool) for t in tokens
+    return (
+        isinstance(tokens, SequenceOf)
+        and not isinstance(tokens, bytes | bytearray)
+        and all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in tokens)
     )
 
 

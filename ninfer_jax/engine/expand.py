@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ninfer_jax.checkpoints import ParameterSpec
+from ninfer_jax.checkpoints.quantised import BLOCK_ROWS
 from ninfer_jax.engine import huge_pages
 from pallas_kernels import embedding
 from pallas_kernels.matmul import QuantisedWeight, dequantise
-from weights import ParameterSpec
-from weights.quantised import BLOCK_ROWS
 
 
 def expand(spec: ParameterSpec, arrays: dict[str, np.ndarray], dtype: jnp.dtype) -> Mapping[str, np.ndarray]:

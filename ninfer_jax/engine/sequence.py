@@ -79,10 +79,14 @@ class Sequence:
 
     def completion(self) -> Completion:
         return Completion(
-            tokens=self.tokens, text="".join(self._text), reasoning="".join(self._reasoning),
-            finish_reason=self.finish_reason or "length", prompt_tokens=len(self.prompt),
-            logprobs=self._logprobs if self.params.logprobs is not None else None, stats=self.stats,
-        )  # fmt: skip
+            tokens=self.tokens,
+            text="".join(self._text),
+            reasoning="".join(self._reasoning),
+            finish_reason=self.finish_reason or "length",
+            prompt_tokens=len(self.prompt),
+            logprobs=self._logprobs if self.params.logprobs is not None else None,
+            stats=self.stats,
+        )
 
     def _finish(self, reason: str) -> None:
         self.finish_reason = reason

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ninfer_jax.checkpoints import Artifact, ArtifactError, Checkpoint, ParameterSpec, is_artifact, iter_parameters, load_parameters
 from ninfer_jax.config import ModelConfig, Recipe
 from ninfer_jax.engine import huge_pages
 from ninfer_jax.engine.expand import expand
 from ninfer_jax.model import TextModel, fill, fill_arrays, join_and_put, parameter_specs, parameters_of, split_model
-from weights import Artifact, ArtifactError, Checkpoint, ParameterSpec, is_artifact, iter_parameters, load_parameters
 
 Tell = Callable[[int, int], None]
 
@@ -40,9 +40,11 @@ class CheckpointWeights:
     def parameters(self, model: TextModel, tell: Tell) -> nnx.State:
         """The filled parameters of `model`, whose weights are in its dtype."""
         arrays = load_parameters(
-            self._checkpoint, parameter_specs(model), ignore_prefixes=() if model.has_mtp else ("mtp.",),
+            self._checkpoint,
+            parameter_specs(model),
+            ignore_prefixes=() if model.has_mtp else ("mtp.",),
             progress=lambda done, total, name: tell(done, total),
-        )  # fmt: skip
+        )
         return fill(split_model(model)[1], arrays, _put())
 
 
@@ -93,7 +95,9 @@ class ArtifactWeights:
         for name, spec in found.items():
             array = spec.arrays[name.rpartition(".")[2]]
             if (held[name].shape, held[name].dtype) != (tuple(array.shape), str(np.dtype(array.dtype))):
-                raise ArtifactError(f"{self.artifact.path}: {name} is {held[name].dtype} {list(held[name].shape)}, the model has {array.dtype} {list(array.shape)}")
+                raise ArtifactError(
+                    f"{self.artifact.path}: {name} is {held[name].dtype} {list(held[name].shape)}, the model has {array.dtype} {list(array.shape)}"
+                )
         return found
 
 

@@ -56,7 +56,13 @@ def draft_acceptance(
         raise ValueError(f"max_new is {max_new}: too few tokens for a whole round of {draft} drafts")
     count, accepted = len(rounds), sum(rounds)
     return Acceptance(
-        kv=engine.programs.shape.kv, draft=draft, prompts=len(prompts), rounds=count, drafted=count * draft, accepted=accepted,
-        accepted_share=accepted / (count * draft), tokens_per_round=1 + accepted / count,
+        kv=engine.programs.shape.kv,
+        draft=draft,
+        prompts=len(prompts),
+        rounds=count,
+        drafted=count * draft,
+        accepted=accepted,
+        accepted_share=accepted / (count * draft),
+        tokens_per_round=1 + accepted / count,
         by_place=[sum(a > place for a in rounds) / count for place in range(draft)],
-    )  # fmt: skip
+    )

@@ -74,11 +74,18 @@ def compare(kv: str, depth: int, reference: np.ndarray, other: np.ndarray, targe
     error = float(kl.std(ddof=1) / np.sqrt(len(kl))) if len(kl) > 1 else 0.0
     losses = [float(-x[rows, targets].mean(dtype=np.float64)) for x in (other, reference)]
     return Divergence(
-        kv=kv, depth=depth, tokens=len(kl), kl=float(kl.mean()), kl_error=error,
-        kl_median=float(np.median(kl)), kl_p99=float(np.quantile(kl, 0.99)), kl_max=float(kl.max()),
+        kv=kv,
+        depth=depth,
+        tokens=len(kl),
+        kl=float(kl.mean()),
+        kl_error=error,
+        kl_median=float(np.median(kl)),
+        kl_p99=float(np.quantile(kl, 0.99)),
+        kl_max=float(kl.max()),
         same_top=float((reference.argmax(1) == other.argmax(1)).mean()),
-        loss=losses[0], reference_loss=losses[1],
-    )  # fmt: skip
+        loss=losses[0],
+        reference_loss=losses[1],
+    )
 
 
 def kl_divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:

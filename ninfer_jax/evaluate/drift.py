@@ -6,7 +6,8 @@ that knows no chunks; or, for models too large for that, prefill against decode 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as SequenceOf
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,10 +98,13 @@ def _drift(path: str, reference: str, position: int, point: Point, exact: Point,
     (states, logits), (true_states, true_logits) = point, exact
     ours, theirs = (log_softmax(x[None], valid) for x in (logits, true_logits))
     return Drift(
-        path=path, reference=reference, position=position,
+        path=path,
+        reference=reference,
+        position=position,
         state_error=[_relative(s, t) for s, t in zip(states, true_states, strict=True)],
-        logits_error=_relative(logits[:valid], true_logits[:valid]), kl=float(kl_divergence(theirs, ours)[0]),
-    )  # fmt: skip
+        logits_error=_relative(logits[:valid], true_logits[:valid]),
+        kl=float(kl_divergence(theirs, ours)[0]),
+    )
 
 
 def _relative(x: np.ndarray, exact: np.ndarray) -> float:

@@ -7,7 +7,8 @@ with every logit as the result. On a CPU that is the round's own loop body, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -105,9 +106,7 @@ def _compile_step(programs: Programs) -> Callable[..., tuple[State, jax.Array]]:
     return lowered.compile(_compiler_options("decode_round", programs.platform))
 
 
-def forced_step(
-    model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: str
-) -> tuple[State, jax.Array]:
+def forced_step(model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: str) -> tuple[State, jax.Array]:
     """One row of one slot through the layers and into its states, as `decode_round` does it; the state, and float32 logits `[vocab rows]`.
     slot, token: int32 scalars. Nothing is drawn or drafted, and the other slots stay as they are."""
     slots = state.slots

@@ -7,7 +7,8 @@ needle in the text gives the answer away; the other needles are there to be conf
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +18,27 @@ from ninfer_jax.engine import Engine
 from ninfer_jax.evaluate.forced import ForcedDecoder, Progress, log_softmax
 
 KEYS = (
-    "Verona", "Padua", "Milan", "Athens", "Venice", "Messina", "Vienna", "Ephesus", "Cyprus", "Elsinore", "Dunsinane", "Windsor",
-    "London", "Rome", "Troy", "Tyre", "Navarre", "Illyria", "Sicilia", "Bohemia",
-)  # fmt: skip
+    "Verona",
+    "Padua",
+    "Milan",
+    "Athens",
+    "Venice",
+    "Messina",
+    "Vienna",
+    "Ephesus",
+    "Cyprus",
+    "Elsinore",
+    "Dunsinane",
+    "Windsor",
+    "London",
+    "Rome",
+    "Troy",
+    "Tyre",
+    "Navarre",
+    "Illyria",
+    "Sicilia",
+    "Bohemia",
+)
 _DIGITS = 5
 _REPLY = 24  # tokens in which the number must turn up
 
@@ -87,9 +106,15 @@ def haystack(
 
 
 def needle_grid(
-    engine: Engine, text: SequenceOf[int], lengths: SequenceOf[int], depths: SequenceOf[float], trials: int, seed: int,
-    chat: bool, progress: Progress | None = None,
-) -> list[Cell]:  # fmt: skip
+    engine: Engine,
+    text: SequenceOf[int],
+    lengths: SequenceOf[int],
+    depths: SequenceOf[float],
+    trials: int,
+    seed: int,
+    chat: bool,
+    progress: Progress | None = None,
+) -> list[Cell]:
     """Every length and depth, `trials` haystacks each. chat: ask in messages, without reasoning; else the text is continued,
     greedily in both. ValueError if a prompt does not fit the context."""
     decoder = None if chat else ForcedDecoder(engine)

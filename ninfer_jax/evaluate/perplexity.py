@@ -39,14 +39,19 @@ def text_loss(engine: Engine, ids: SequenceOf[int], window: int, stride: int, pr
     nats = -token_logprobs(engine, ids, window, stride, progress).sum()
     scored, text_bytes = len(ids) - 1, len(engine.tokenizer.decode_bytes(ids[1:], skip_special=False))
     return Loss(
-        kv=engine.programs.shape.kv, tokens=scored, text_bytes=text_bytes, nats=float(nats), nats_per_token=float(nats / scored),
-        nats_per_byte=float(nats / text_bytes), perplexity=math.exp(nats / scored), window=window, stride=stride,
-    )  # fmt: skip
+        kv=engine.programs.shape.kv,
+        tokens=scored,
+        text_bytes=text_bytes,
+        nats=float(nats),
+        nats_per_token=float(nats / scored),
+        nats_per_byte=float(nats / text_bytes),
+        perplexity=math.exp(nats / scored),
+        window=window,
+        stride=stride,
+    )
 
 
-def token_logprobs(
-    engine: Engine, ids: SequenceOf[int], window: int, stride: int, progress: Progress | None = None
-) -> np.ndarray:
+def token_logprobs(engine: Engine, ids: SequenceOf[int], window: int, stride: int, progress: Progress | None = None) -> np.ndarray:
     """log p of ids[1], ids[2], ..., float64 `[len(ids) - 1]`."""
     if len(ids) < 2:
         raise ValueError(f"the text has {len(ids)} tokens, at least 2 are needed: the first one is only history")

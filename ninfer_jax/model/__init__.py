@@ -6,11 +6,27 @@ in rotate-half pairs; the convolution's last tap is the current token; decay com
 """
 
 from ninfer_jax.model.parameters import (
-    ParameterSpec, checkpoint_tensors, fill, fill_arrays, join_and_put, parameter_specs, parameters_of, split_model,
-)  # fmt: skip
+    ParameterSpec,
+    checkpoint_tensors,
+    fill,
+    fill_arrays,
+    join_and_put,
+    parameter_specs,
+    parameters_of,
+    split_model,
+)
 from ninfer_jax.model.text import DecoderLayer, MTPHead, TextModel
 
 __all__ = [
-    "DecoderLayer", "MTPHead", "ParameterSpec", "TextModel", "checkpoint_tensors", "fill", "fill_arrays", "join_and_put",
-    "parameter_specs", "parameters_of", "split_model",
-]  # fmt: skip
+    "DecoderLayer",
+    "MTPHead",
+    "ParameterSpec",
+    "TextModel",
+    "checkpoint_tensors",
+    "fill",
+    "fill_arrays",
+    "join_and_put",
+    "parameter_specs",
+    "parameters_of",
+    "split_model",
+]

@@ -12,13 +12,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ninfer_jax.checkpoints import Stored
 from ninfer_jax.config import Recipe, WeightFormat
 from pallas_kernels import embedding
 from pallas_kernels.matmul import (
-    DECODE_ROWS, PAIR_ROWS, QuantisedWeight, linear, quantised, quantised_linear, quantised_linear_pair,
-)  # fmt: skip
+    DECODE_ROWS,
+    PAIR_ROWS,
+    QuantisedWeight,
+    linear,
+    quantised,
+    quantised_linear,
+    quantised_linear_pair,
+)
 from pallas_kernels.norms import rms_norm
-from weights import Stored
 
 
 class Weight(nnx.Param):
@@ -26,9 +32,13 @@ class Weight(nnx.Param):
 
 
 def describe(
-    shape: tuple[int, ...], dtype: jnp.dtype, role: str, parts: tuple[tuple[str, int], ...] | None = None,
-    stored: Stored | None = None, columns: int = 0,
-) -> Weight:  # fmt: skip
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    role: str,
+    parts: tuple[tuple[str, int], ...] | None = None,
+    stored: Stored | None = None,
+    columns: int = 0,
+) -> Weight:
     """A parameter without data: a `jax.ShapeDtypeStruct`, to be replaced by an array when a checkpoint is read.
 
     parts: the modules whose tensors lie in it one after another, and their rows. stored: how it is quantised, where it is
@@ -84,9 +94,14 @@ class Linear(nnx.Module):
         self.weight = describe((n_out, n_in), dtype, role, parts)
 
     def __call__(
-        self, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None, swiglu: bool = False,
+        self,
+        x: jax.Array,
+        *,
+        norm: RMSNorm | None = None,
+        residual: jax.Array | None = None,
+        swiglu: bool = False,
         out_dtype: jnp.dtype | None = None,
-    ) -> jax.Array:  # fmt: skip
+    ) -> jax.Array:
         """x `[tokens, in]`, normed first by `norm`; swiglu: the columns are gate | up, the result is silu(gate) up;
         residual: added to the result."""
         y = linear(x if norm is None else norm(x), self.weight[...], out_dtype=out_dtype)
@@ -112,7 +127,10 @@ class QuantisedLinear(nnx.Module):
 
     def _describe(self) -> None:
         format, (n_in, n_out), parts, role = self.format, self.shape, self._parts, self._role
-        described, stored = quantised.structure(n_in, n_out, format.bits, format.group), Stored("matrix", format.bits, format.group)
+        described, stored = (
+            quantised.structure(n_in, n_out, format.bits, format.group),
+            Stored("matrix", format.bits, format.group),
+        )
         for field in stored.fields:
             array = getattr(described, field)
             setattr(self, field, describe(array.shape, array.dtype, role, parts or (("", n_out),), stored, n_in))
@@ -122,15 +140,19 @@ class QuantisedLinear(nnx.Module):
         return QuantisedWeight(self.words[...], self.scales[...], self.unit[...], self.format.bits, self.format.group, self.shape)
 
     def __call__(
-        self, x: jax.Array, *, norm: RMSNorm | None = None, residual: jax.Array | None = None, swiglu: bool = False,
+        self,
+        x: jax.Array,
+        *,
+        norm: RMSNorm | None = None,
+        residual: jax.Array | None = None,
+        swiglu: bool = False,
         out_dtype: jnp.dtype | None = None,
-    ) -> jax.Array:  # fmt: skip
+    ) -> jax.Array:
         prologue = {} if norm is None else {"norm": norm.weight[...], "eps": norm.eps}
         activations = self.format.activations if x.shape[0] > DECODE_ROWS else "bf16"
         return quantised_linear(
-            x, self.quantised, residual=residual, swiglu=swiglu, activations=activations, out_dtype=out_dtype or x.dtype,
-            **prologue,
-        )  # fmt: skip
+            x, self.quantised, residual=residual, swiglu=swiglu, activations=activations, out_dtype=out_dtype or x.dtype, **prologue
+        )
 
 
 def pair(
@@ -138,9 +160,7 @@ def pair(
 ) -> tuple[jax.Array, jax.Array]:
     """`wide(x, norm=norm)` and `narrow(x, norm=norm)`; a decode step's rows in one launch where both are quantised."""
     if isinstance(wide, QuantisedLinear) and isinstance(narrow, QuantisedLinear) and x.shape[0] <= PAIR_ROWS:
-        return quantised_linear_pair(
-            x, wide.quantised, narrow.quantised, norm=norm.weight[...], eps=norm.eps, out_dtype=x.dtype
-        )
+        return quantised_linear_pair(x, wide.quantised, narrow.quantised, norm=norm.weight[...], eps=norm.eps, out_dtype=x.dtype)
     return wide(x, norm=norm), narrow(x, norm=norm)
 
 

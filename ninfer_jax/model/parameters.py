@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from weights import ParameterSpec, TensorSpec
+from ninfer_jax.checkpoints import ParameterSpec, TensorSpec
 
 Path = tuple[str | int, ...]
 
@@ -68,10 +68,7 @@ def fill(
 def fill_arrays(parameters: nnx.State, arrays: MutableMapping[str, jax.Array]) -> nnx.State:
     """The same from the model's own arrays, by path ("layers.3.mlp.down_proj.words"), as an artifact holds them."""
     return nnx.from_flat_state(
-        [
-            (path, leaf.replace(_take(arrays, _join(path), leaf.shape, leaf.dtype)))
-            for path, leaf in nnx.to_flat_state(parameters)
-        ]
+        [(path, leaf.replace(_take(arrays, _join(path), leaf.shape, leaf.dtype))) for path, leaf in nnx.to_flat_state(parameters)]
     )
 
 

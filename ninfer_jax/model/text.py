@@ -19,9 +19,7 @@ from pallas_kernels.matmul import HEAD_ROWS, head_candidates, linear
 class DecoderLayer(nnx.Module):
     """h += mixer(norm(h)); h += mlp(norm(h)). One of `self_attn` and `linear_attn` exists."""
 
-    def __init__(
-        self, config: ModelConfig, kind: str, dtype: jnp.dtype, recipe: Recipe | None = None, role: str | None = None
-    ):
+    def __init__(self, config: ModelConfig, kind: str, dtype: jnp.dtype, recipe: Recipe | None = None, role: str | None = None):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, recipe)
         if kind == FULL:
             self.self_attn = Attention(config, dtype, role or "attention", recipe)
@@ -87,7 +85,9 @@ class TextModel(nnx.Module):
         if mtp and not config.mtp_layers:
             raise ValueError("config.json: mtp_num_hidden_layers is 0, this model has no MTP head to draft with")
         if recipe is not None and (dtype != jnp.bfloat16 or config.tied_embeddings):
-            raise ValueError(f"recipe {recipe.name}: needs bfloat16 activations and a head of its own, not {dtype} or tied embeddings")
+            raise ValueError(
+                f"recipe {recipe.name}: needs bfloat16 activations and a head of its own, not {dtype} or tied embeddings"
+            )
         self.config, self.dtype = config, dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, recipe)
         self.layers = nnx.List([DecoderLayer(config, kind, dtype, recipe) for kind in config.layer_types])

@@ -106,7 +106,4 @@ def _emit(state: State, choice: Choice, emitted: jax.Array, finished: jax.Array)
 
 
 def _output(choice: Choice, emitted: jax.Array, accepted: jax.Array, finished: jax.Array) -> RoundOutput:
-    return RoundOutput(
-        choice.token, emitted, accepted, finished, choice.logprob, choice.top_tokens, choice.top_logprobs
-    )
-
+    return RoundOutput(choice.token, emitted, accepted, finished, choice.logprob, choice.top_tokens, choice.top_logprobs)

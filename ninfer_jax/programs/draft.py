@@ -14,7 +14,14 @@ from pallas_kernels.kv_pages import KVPages
 
 
 def propose(
-    model: TextModel, state: State, tokens: jax.Array, hidden: jax.Array, position: jax.Array, emitted: jax.Array, kv: str, valid_ids: int
+    model: TextModel,
+    state: State,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    position: jax.Array,
+    emitted: jax.Array,
+    kv: str,
+    valid_ids: int,
 ) -> State:
     """New drafts for every slot that emitted something.
 
@@ -36,7 +43,14 @@ def propose(
 
 
 def _mtp_rows(
-    model: TextModel, state: State, pool: KVPages, tokens: jax.Array, hidden: jax.Array, position: jax.Array, active: jax.Array, kv: str
+    model: TextModel,
+    state: State,
+    pool: KVPages,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    position: jax.Array,
+    active: jax.Array,
+    kv: str,
 ) -> tuple[jax.Array, KVPages]:
     """The MTP layer over `[S, R]` rows from `position` on -> `[S, R, hidden]` and the pool with their keys and values."""
     slots = state.slots

@@ -60,13 +60,23 @@ def compile_to(
         with writing(out / f"{name}.bin") as file:
             file.write_bytes(payload)
         facts[name] = compilation, len(payload)
-        entries[name] = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload), "compile_s": round(time.perf_counter() - start, 3)}
+        entries[name] = {
+            "sha256": hashlib.sha256(payload).hexdigest(),
+            "bytes": len(payload),
+            "compile_s": round(time.perf_counter() - start, 3),
+        }
         entries[name] |= {k: v for k, v in compilation.json().items() if k not in ("name", "target", "compile_s")}
         del compiled, payload
     manifest = {
-        "format": FORMAT, "target": target, "device": _device_name(target), "jax": jax.__version__, "jaxlib": jax.lib.__version__,
-        "python": machine.python_version(), "configuration": setup.digest(programs), "programs": entries,
-    }  # fmt: skip
+        "format": FORMAT,
+        "target": target,
+        "device": _device_name(target),
+        "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
+        "python": machine.python_version(),
+        "configuration": setup.digest(programs),
+        "programs": entries,
+    }
     with writing(out / (MANIFEST + ".new")) as temporary:
         temporary.write_text(json.dumps(manifest, indent=1) + "\n")
         temporary.replace(out / MANIFEST)
@@ -107,7 +117,9 @@ def load_into(programs: Programs, directory: Path, setup: Setup) -> None:
     device = jax.devices()[0]
     target = "cpu" if device.platform == "cpu" else targets.of_device(device.device_kind)
     if target is None:
-        raise ValueError(f"--programs: no programs can be compiled for {device.device_kind!r}; known targets: {', '.join(targets.names())}")
+        raise ValueError(
+            f"--programs: no programs can be compiled for {device.device_kind!r}; known targets: {', '.join(targets.names())}"
+        )
     folder = directory / target if (directory / target).is_dir() else directory
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
@@ -116,9 +128,12 @@ def load_into(programs: Programs, directory: Path, setup: Setup) -> None:
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"{folder / MANIFEST}: not JSON") from None
     here = {
-        "format": FORMAT, "target": target, "jax": jax.__version__, "jaxlib": jax.lib.__version__,
+        "format": FORMAT,
+        "target": target,
+        "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
         "configuration": setup.digest(programs),
-    }  # fmt: skip
+    }
     for field, value in here.items():
         if not isinstance(manifest, dict) or manifest.get(field) != value:
             found = manifest.get(field) if isinstance(manifest, dict) else None
@@ -133,7 +148,9 @@ def load_into(programs: Programs, directory: Path, setup: Setup) -> None:
         except OSError as error:
             raise ValueError(f"{folder / name}.bin: {error.strerror or error}") from None
         if hashlib.sha256(payloads[name]).hexdigest() != entry.get("sha256"):
-            raise ValueError(f"{folder / name}.bin: sha256 differs from the manifest's: the file was changed or damaged; compile again")
+            raise ValueError(
+                f"{folder / name}.bin: sha256 differs from the manifest's: the file was changed or damaged; compile again"
+            )
     for name, payload in payloads.items():
         programs.adopt(name, _deserialize(payload, programs, name, device))
 

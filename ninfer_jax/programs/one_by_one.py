@@ -148,9 +148,7 @@ def _replay(
 ) -> tuple[jax.Array, ...]:
     """Every layer's state `[1, ...]` after the recorded rows first..last-1 of a slot. The bounds are data, so that this is
     the same loop wherever it stands."""
-    return tuple(
-        replay_rows(s, partial(out.transitions, layer, slot), first, last, zero) for layer, s in enumerate(states)
-    )
+    return tuple(replay_rows(s, partial(out.transitions, layer, slot), first, last, zero) for layer, s in enumerate(states))
 
 
 def raw_inputs(replay: Replay, channels: int) -> jax.Array:

@@ -53,12 +53,21 @@ class Plan:
 
     def json(self) -> dict[str, Any]:
         return {
-            "target": self.target, "weights_bytes": sum(self.weights.values()), "weights_by_role": dict(self.weights),
-            "kv_bytes": self.kv, "state_bytes": self.state, "workspace_bytes": max(self.workspace.values(), default=0),
-            "workspace_by_program": dict(self.workspace), "executables_bytes": self.executables,
-            "allowance_bytes": self.allowance, "total_bytes": self.total, "card_bytes": self.card, "slack_bytes": self.slack,
-            "fits": self.fits, "max_context": dict(self.max_context),
-        }  # fmt: skip
+            "target": self.target,
+            "weights_bytes": sum(self.weights.values()),
+            "weights_by_role": dict(self.weights),
+            "kv_bytes": self.kv,
+            "state_bytes": self.state,
+            "workspace_bytes": max(self.workspace.values(), default=0),
+            "workspace_by_program": dict(self.workspace),
+            "executables_bytes": self.executables,
+            "allowance_bytes": self.allowance,
+            "total_bytes": self.total,
+            "card_bytes": self.card,
+            "slack_bytes": self.slack,
+            "fits": self.fits,
+            "max_context": dict(self.max_context),
+        }
 
 
 def make_plan(setup: Setup, target: str, card_bytes: int, compiled: Mapping[str, tuple[Compilation, int]]) -> Plan:

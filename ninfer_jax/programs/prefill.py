@@ -51,7 +51,9 @@ def prefill_chunk(model: TextModel, state: State, inputs: PrefillInputs, kv: str
             attention_at += 1
         else:
 
-            def recur(projected: jax.Array, ab: jax.Array, at: int = linear_at, mixer: GatedDeltaNet = layer.linear_attn) -> jax.Array:
+            def recur(
+                projected: jax.Array, ab: jax.Array, at: int = linear_at, mixer: GatedDeltaNet = layer.linear_attn
+            ) -> jax.Array:
                 out, conv[at], recurrent[at] = delta_prefill(
                     projected, ab, conv[at], recurrent[at], *mixer.constants, slot, count, eps=mixer.eps
                 )
@@ -67,9 +69,16 @@ def prefill_chunk(model: TextModel, state: State, inputs: PrefillInputs, kv: str
 
 
 def _fill_mtp(
-    model: TextModel, pool: KVPages, hidden: jax.Array, inputs: PrefillInputs,
-    table: jax.Array, where: jax.Array, cos: jax.Array, sin: jax.Array, kv: str,
-) -> KVPages:  # fmt: skip
+    model: TextModel,
+    pool: KVPages,
+    hidden: jax.Array,
+    inputs: PrefillInputs,
+    table: jax.Array,
+    where: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    kv: str,
+) -> KVPages:
     """Keys and values of the MTP slots whose next token is known. A prompt needs nothing else of that layer."""
     known = inputs.next_tokens >= 0
     x = model.mtp.stem(model.embed(jnp.where(known, inputs.next_tokens, 0)), hidden)

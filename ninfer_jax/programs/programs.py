@@ -55,7 +55,9 @@ class Programs:
         """A tree of placeholders with the structure of what the named program returns."""
         state = state_struct(self.config, self.shape)
         outputs = RoundOutput(*RoundOutput._fields)
-        return {"allocate": state, "admit": state, "release": state, "settle": state, "prefill": (state, 0), "head": 0}.get(name, (state, outputs))
+        return {"allocate": state, "admit": state, "release": state, "settle": state, "prefill": (state, 0), "head": 0}.get(
+            name, (state, outputs)
+        )
 
     def adopt(self, name: str, compiled: Compiled) -> None:
         """Use `compiled` as the named program."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.config import PRESETS, EngineConfig, ModelConfig, Recipe, preset
 from ninfer_jax.config.presets import NAMED_IDS
 from ninfer_jax.model import TextModel
@@ -17,7 +18,6 @@ from ninfer_jax.programs.programs import Programs
 from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
 from pallas_kernels.kv_codecs import check_format
-from weights import tiny_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +52,16 @@ class Setup:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def resolve(
-    model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: str, recipe: Recipe | None = None
-) -> Setup:
+def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: str, recipe: Recipe | None = None) -> Setup:
     """The setup of an engine; ValueError where configuration and model do not go together."""
     on_card = platform != "cpu"
     dtype = jnp.dtype(("bfloat16" if on_card else "float32") if engine.dtype == "auto" else engine.dtype)
     kv = check_format(engine.kv or ("bf16" if on_card else "f32"), model.head_dim)
     if engine.draft and not model.mtp_layers:
         raise ValueError(f"draft is {engine.draft}, but the model has no MTP head to draft with; use draft 0")
-    return Setup(model, state_shape(model, engine, kv, dtype, rows_together=on_card), engine.prefill_chunk, valid_ids, platform, recipe)
+    return Setup(
+        model, state_shape(model, engine, kv, dtype, rows_together=on_card), engine.prefill_chunk, valid_ids, platform, recipe
+    )
 
 
 def model_of(name: str) -> tuple[ModelConfig, int]:

@@ -43,11 +43,23 @@ def admission(slot: int, table: np.ndarray, left: int, params: SamplingParams, s
         ids[at], values[at] = token, bias
     number = np.float32
     return Admission(
-        np.int32(slot), table, np.int32(left), number(params.temperature), np.int32(max(params.top_k, 0)),
-        number(params.top_p), number(params.min_p), number(params.presence_penalty), number(params.frequency_penalty),
-        number(params.repetition_penalty), np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        np.bool_(bool(params.logprobs)), np.bool_(needs_all_logits(params)), stops, ids, values,
-    )  # fmt: skip
+        np.int32(slot),
+        table,
+        np.int32(left),
+        number(params.temperature),
+        np.int32(max(params.top_k, 0)),
+        number(params.top_p),
+        number(params.min_p),
+        number(params.presence_penalty),
+        number(params.frequency_penalty),
+        number(params.repetition_penalty),
+        np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+        np.bool_(bool(params.logprobs)),
+        np.bool_(needs_all_logits(params)),
+        stops,
+        ids,
+        values,
+    )
 
 
 def admit(state: State, new: Admission) -> State:
@@ -66,22 +78,34 @@ def admit(state: State, new: Admission) -> State:
         recurrent=tuple(put(x, 0) for x in state.recurrent),
         conv=tuple(put(x, 0) for x in state.conv),
         slots=slots._replace(
-            table=put(slots.table, new.table), length=put(slots.length, 0), token=put(slots.token, 0),
-            drafts=put(slots.drafts, 0), hidden=put(slots.hidden, 0), active=put(slots.active, False),
-            left=put(slots.left, new.left), rope_delta=put(slots.rope_delta, 0),
+            table=put(slots.table, new.table),
+            length=put(slots.length, 0),
+            token=put(slots.token, 0),
+            drafts=put(slots.drafts, 0),
+            hidden=put(slots.hidden, 0),
+            active=put(slots.active, False),
+            left=put(slots.left, new.left),
+            rope_delta=put(slots.rope_delta, 0),
         ),
         sampling=sampling._replace(
-            temperature=put(sampling.temperature, new.temperature), top_k=put(sampling.top_k, new.top_k),
-            top_p=put(sampling.top_p, new.top_p), min_p=put(sampling.min_p, new.min_p),
-            presence=put(sampling.presence, new.presence), frequency=put(sampling.frequency, new.frequency),
-            repetition=put(sampling.repetition, new.repetition), key=put(sampling.key, new.key),
-            emitted=put(sampling.emitted, 0), top_logprobs=put(sampling.top_logprobs, new.top_logprobs),
+            temperature=put(sampling.temperature, new.temperature),
+            top_k=put(sampling.top_k, new.top_k),
+            top_p=put(sampling.top_p, new.top_p),
+            min_p=put(sampling.min_p, new.min_p),
+            presence=put(sampling.presence, new.presence),
+            frequency=put(sampling.frequency, new.frequency),
+            repetition=put(sampling.repetition, new.repetition),
+            key=put(sampling.key, new.key),
+            emitted=put(sampling.emitted, 0),
+            top_logprobs=put(sampling.top_logprobs, new.top_logprobs),
             all_logits=put(sampling.all_logits, new.all_logits),
-            stop_ids=put(sampling.stop_ids, new.stop_ids), bias=put(sampling.bias, bias),
-            counts=put(sampling.counts, 0), in_prompt=put(sampling.in_prompt, False),
+            stop_ids=put(sampling.stop_ids, new.stop_ids),
+            bias=put(sampling.bias, bias),
+            counts=put(sampling.counts, 0),
+            in_prompt=put(sampling.in_prompt, False),
         ),
         pending=pending,
-    )  # fmt: skip
+    )
 
 
 def release(state: State, slot: jax.Array) -> State:
@@ -90,9 +114,12 @@ def release(state: State, slot: jax.Array) -> State:
     return state._replace(
         slots=slots._replace(table=slots.table.at[slot].set(0), active=slots.active.at[slot].set(False)),
         sampling=sampling._replace(
-            temperature=sampling.temperature.at[slot].set(0.0), top_logprobs=sampling.top_logprobs.at[slot].set(False),
+            temperature=sampling.temperature.at[slot].set(0.0),
+            top_logprobs=sampling.top_logprobs.at[slot].set(False),
             all_logits=sampling.all_logits.at[slot].set(False),
-            presence=sampling.presence.at[slot].set(0.0), frequency=sampling.frequency.at[slot].set(0.0),
-            repetition=sampling.repetition.at[slot].set(1.0), bias=sampling.bias.at[slot].set(0.0),
+            presence=sampling.presence.at[slot].set(0.0),
+            frequency=sampling.frequency.at[slot].set(0.0),
+            repetition=sampling.repetition.at[slot].set(1.0),
+            bias=sampling.bias.at[slot].set(0.0),
         ),
-    )  # fmt: skip
+    )

@@ -37,9 +37,18 @@ def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: st
 
     def core(at: int, mixer: GatedDeltaNet, projected: jax.Array, ab: jax.Array) -> jax.Array:
         out, conv[at], recurrent[at], records[at] = delta_decode(
-            projected, ab, conv[at], recurrent[at], records[at], pending.start, count, *mixer.constants, zero,
-            rows=rows.shape[1], eps=mixer.eps,
-        )  # fmt: skip
+            projected,
+            ab,
+            conv[at],
+            recurrent[at],
+            records[at],
+            pending.start,
+            count,
+            *mixer.constants,
+            zero,
+            rows=rows.shape[1],
+            eps=mixer.eps,
+        )
         return out
 
     hidden, pools = rows_through(model, state, rows, kv, core)
@@ -73,7 +82,9 @@ def rows_through(model: TextModel, state: State, rows: jax.Array, kv: str, core:
             attention_at += 1
         else:
 
-            def recur(projected: jax.Array, ab: jax.Array, at: int = linear_at, mixer: GatedDeltaNet = layer.linear_attn) -> jax.Array:
+            def recur(
+                projected: jax.Array, ab: jax.Array, at: int = linear_at, mixer: GatedDeltaNet = layer.linear_attn
+            ) -> jax.Array:
                 return core(at, mixer, projected, ab)
 
             h = layer.linear_attention(h, recur)

@@ -86,9 +86,7 @@ class StateShape(NamedTuple):
         return -(-self.context // PAGE)
 
 
-def state_shape(
-    model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dtype, rows_together: bool = False
-) -> StateShape:
+def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dtype, rows_together: bool = False) -> StateShape:
     """Resolve capacities; ValueError when the context exceeds what the model was made for."""
     limit = min(model.max_positions, MAX_CONTEXT)
     context = limit if engine.context is None else engine.context

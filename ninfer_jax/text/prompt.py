@@ -129,9 +129,7 @@ class _Marker:
         self.used = False
         self._all = tokenizer.control_pattern
         special = sorted(
-            (text for text, token in tokenizer.control_tokens.items() if token in tokenizer.special_ids),
-            key=len,
-            reverse=True,
+            (text for text, token in tokenizer.control_tokens.items() if token in tokenizer.special_ids), key=len, reverse=True
         )
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         marks = iter(_free_characters(values, 2 * len(tokenizer.control_tokens)))

@@ -14,15 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # A template is foreign code: besides jinja's own errors it raises what Python's operators and filters raise, for
 # instance a TypeError for `arguments|items` on a string.
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now", *_SPECIAL_TOKENS})
 

@@ -55,9 +55,7 @@ class Tokenizer:
             raise ValueError(f"{file}: not JSON ({error})") from None
         return cls(specification, str(file))
 
-    def encode(
-        self, text: str, allow_special: bool = False, plain_spans: Sequence[tuple[int, int]] = ()
-    ) -> list[int]:
+    def encode(self, text: str, allow_special: bool = False, plain_spans: Sequence[tuple[int, int]] = ()) -> list[int]:
         """Token ids of `text`; nothing (no BOS) is added.
 
         allow_special: spelled control tokens become their ids. plain_spans: with allow_special, sorted character

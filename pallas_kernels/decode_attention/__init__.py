@@ -5,17 +5,24 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import launch
-from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.decode_attention import kernel, reference
 from pallas_kernels.kv_codecs import check_format
+from pallas_kernels.kv_pages import KVPages
 
 __all__ = ["decode_attention"]
 
 
 def decode_attention(
-    q: jax.Array, projected: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Array, filled: jax.Array, *,
-    format: str, impl: str = "auto",
-) -> jax.Array:  # fmt: skip
+    q: jax.Array,
+    projected: jax.Array,
+    pool: KVPages,
+    table: jax.Array,
+    positions: jax.Array,
+    filled: jax.Array,
+    *,
+    format: str,
+    impl: str = "auto",
+) -> jax.Array:
     """Gated attention of `rows` rows of every slot, `[slots * rows, query_heads * head_dim]` in projected's dtype.
 
     q float32 `[slots, rows, query_heads, head_dim]` and projected `[slots * rows, ...]`: what `attention_inputs` gave and

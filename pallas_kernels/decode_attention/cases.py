@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from pallas_kernels import kv_codecs
 from pallas_kernels.decode_attention import kernel, reference, tiles
 from pallas_kernels.kv_pages import PAGE, pages_struct
-from pallas_kernels.lab import rows
 
 HEADS, KV_HEADS, HEAD_DIM = 24, 4, 256
 CONTEXT = 262144

@@ -112,9 +112,7 @@ def decode_attention(
         num_stages=config.stages,
         interpret=interpret,
     )(*operands)
-    return merge(
-        *partial, projected, filled, rows=rows, page=PAGE, rotated=uses_rotation(format), interpret=interpret
-    )
+    return merge(*partial, projected, filled, rows=rows, page=PAGE, rotated=uses_rotation(format), interpret=interpret)
 
 
 @dataclasses.dataclass(frozen=True)

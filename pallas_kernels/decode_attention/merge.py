@@ -55,8 +55,16 @@ def merge(
 
 
 def _merge_kernel(
-    sums_ref: Any, tops_ref: Any, totals_ref: Any, projected_ref: Any, filled_ref: Any, o_ref: Any,
-    *, rows: int, page: int, rotated: bool,
+    sums_ref: Any,
+    tops_ref: Any,
+    totals_ref: Any,
+    projected_ref: Any,
+    filled_ref: Any,
+    o_ref: Any,
+    *,
+    rows: int,
+    page: int,
+    rotated: bool,
 ) -> None:
     """One row's 64 dims of one head."""
     _, kv_heads, splits, columns, head_dim = sums_ref.shape
@@ -90,9 +98,7 @@ def _merge_kernel(
 
 def _hadamard(x: jax.Array) -> jax.Array:
     """H64 @ x for float32 `x [64]`: entry (i, j) is (-1)^(bits that i and j share) / 8, Sylvester's order."""
-    shared = jax.lax.broadcasted_iota(jnp.int32, (GROUP, GROUP), 0) & jax.lax.broadcasted_iota(
-        jnp.int32, (GROUP, GROUP), 1
-    )
+    shared = jax.lax.broadcasted_iota(jnp.int32, (GROUP, GROUP), 0) & jax.lax.broadcasted_iota(jnp.int32, (GROUP, GROUP), 1)
     for step in (4, 2, 1):
         shared ^= shared >> step
     return jnp.sum(jnp.where((shared & 1) == 1, -x[:, None], x[:, None]), axis=0) * 0.125

@@ -10,9 +10,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_pages import PAGE, KVPages, load_block
 from pallas_kernels.kv_append.reference import gates
 from pallas_kernels.kv_codecs import rotate, uses_rotation
+from pallas_kernels.kv_pages import PAGE, KVPages, load_block
 
 BLOCK_PAGES = 4
 _NEVER = -1e30  # a score below every real one; finite, so that a fully masked block gives no NaN
@@ -27,9 +27,7 @@ def decode_attention(
     return gated.reshape(slots * rows, -1)
 
 
-def attend(
-    q: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Array, filled: jax.Array, format: str
-) -> jax.Array:
+def attend(q: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Array, filled: jax.Array, format: str) -> jax.Array:
     """Attention without the gate, float32 `[slots, rows, query_heads, head_dim]`; q as `attention_inputs` gives it."""
     slots, rows, query_heads, head_dim = q.shape
     kv_heads = jax.tree.leaves(pool.k)[0].shape[1]
@@ -40,9 +38,7 @@ def attend(
     return rotate(out) if uses_rotation(format) else out
 
 
-def _one_slot(
-    q: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Array, filled: jax.Array, format: str
-) -> jax.Array:
+def _one_slot(q: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Array, filled: jax.Array, format: str) -> jax.Array:
     rows, kv_heads, group, head_dim = q.shape
     block = BLOCK_PAGES * PAGE
     last = jnp.minimum(positions, filled - 1)

@@ -121,9 +121,7 @@ def key_tiles(stored: Stored, format: str, use: int, interpret: bool) -> Keys:
         scale = scale_pairs(_own(stored.scales[0], use, interpret), interpret)
         return Keys([_from_operand_order(p, 1) for p in unpack_words(codes[0], scale, kind == "e8", interpret)])
     if kind == "int8":
-        return Keys(
-            [_from_operand_order(c, 4).astype(jnp.float16) for c in codes], [s.astype(jnp.float32) for s in stored.scales]
-        )
+        return Keys([_from_operand_order(c, 4).astype(jnp.float16) for c in codes], [s.astype(jnp.float32) for s in stored.scales])
     return Keys([_float(codes[0])])
 
 
@@ -189,8 +187,10 @@ def unpack_words(words: jax.Array, scale: jax.Array, lattice: bool, interpret: b
     lattice: the octet's half bit sits in bit 28, where the parity of the other seven low bits belongs (E8).
     """
     if not lattice:
-        return [launch.packed(_plane_asm(i, False), _plane_twin(i), words, scale, dtype=jnp.float16, interpret=interpret)
-                for i in range(WORD_DIMS)]
+        return [
+            launch.packed(_plane_asm(i, False), _plane_twin(i), words, scale, dtype=jnp.float16, interpret=interpret)
+            for i in range(WORD_DIMS)
+        ]
     whole = launch.packed(_PARITY, _parity_twin, words, dtype=jnp.int32, interpret=interpret, pack=1)
     half = launch.packed(_HALF, _half_twin, words, dtype=jnp.int16, interpret=interpret)
     return [
@@ -214,14 +214,10 @@ def scale_pairs(scale_bytes: jax.Array, interpret: bool) -> jax.Array:
 
 # Bit 28 becomes the parity of the other seven low bits: it is flipped if all eight together are odd.
 _PARITY = (
-    "{ .reg .b32 t; and.b32 t, $1, 0x11111111; popc.b32 t, t; shl.b32 t, t, 28;"
-    f"lop3.b32 $0, t, 0x10000000, $1, {_AND_XOR:#x}; }}"
+    f"{{ .reg .b32 t; and.b32 t, $1, 0x11111111; popc.b32 t, t; shl.b32 t, t, 28;lop3.b32 $0, t, 0x10000000, $1, {_AND_XOR:#x}; }}"
 )
 # 512 + the half bit of two words.
-_HALF = (
-    "{ .reg .b32 t; prmt.b32 t, $1, $2, 0x7632; shr.u32 t, t, 12;"
-    f"lop3.b32 $0, t, 0x00010001, 0x60006000, {_AND_OR:#x}; }}"
-)
+_HALF = f"{{ .reg .b32 t; prmt.b32 t, $1, $2, 0x7632; shr.u32 t, t, 12;lop3.b32 $0, t, 0x00010001, 0x60006000, {_AND_OR:#x}; }}"
 
 
 def _parity_twin(words: jax.Array) -> jax.Array:

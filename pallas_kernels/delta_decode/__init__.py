@@ -14,10 +14,23 @@ __all__ = ["check_delta", "check_rings", "decode_rows", "delta_decode", "unfit_h
 
 
 def delta_decode(
-    projected: jax.Array, ab: jax.Array, conv: jax.Array, recurrent: jax.Array, records: jax.Array, start: jax.Array,
-    count: jax.Array, taps: jax.Array, a_log: jax.Array, dt_bias: jax.Array, norm: jax.Array, zero: jax.Array, *, rows: int,
-    eps: float, impl: str = "auto",
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    projected: jax.Array,
+    ab: jax.Array,
+    conv: jax.Array,
+    recurrent: jax.Array,
+    records: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    taps: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    norm: jax.Array,
+    zero: jax.Array,
+    *,
+    rows: int,
+    eps: float,
+    impl: str = "auto",
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The rows that each slot accepted of the last pass enter its states; then `rows` new rows go through convolution,
     gates, delta rule and gated norm, and leave what it takes to let some of them enter next time.
 
@@ -63,19 +76,29 @@ def unfit_heads(op: str, recurrent: jax.Array) -> str:
 
 
 def check_delta(
-    op: str, projected: jax.Array, ab: jax.Array, conv: jax.Array, recurrent: jax.Array, taps: jax.Array, a_log: jax.Array,
-    dt_bias: jax.Array, norm: jax.Array,
-) -> None:  # fmt: skip
+    op: str,
+    projected: jax.Array,
+    ab: jax.Array,
+    conv: jax.Array,
+    recurrent: jax.Array,
+    taps: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    norm: jax.Array,
+) -> None:
     """ValueError, naming the argument, where these do not belong to one Gated DeltaNet layer. conv may have rows beyond
     the width - 1 of a window."""
     key_heads = check_heads(op, conv, recurrent)
     _, value_heads, key_dim, value_dim = recurrent.shape
     channels, values = conv.shape[2], value_heads * value_dim
     for name, array, want in (
-        ("projected", projected, (projected.shape[0], channels + values)), ("ab", ab, (projected.shape[0], 2 * value_heads)),
-        ("taps", taps, (2 * key_heads * key_dim + values, 1, taps.shape[-1])), ("a_log", a_log, (value_heads,)),
-        ("dt_bias", dt_bias, (value_heads,)), ("norm", norm, (value_dim,)),
-    ):  # fmt: skip
+        ("projected", projected, (projected.shape[0], channels + values)),
+        ("ab", ab, (projected.shape[0], 2 * value_heads)),
+        ("taps", taps, (2 * key_heads * key_dim + values, 1, taps.shape[-1])),
+        ("a_log", a_log, (value_heads,)),
+        ("dt_bias", dt_bias, (value_heads,)),
+        ("norm", norm, (value_dim,)),
+    ):
         if array.shape != want:
             raise ValueError(f"{op}: {name} {array.shape} must be {want}")
     if conv.shape[1] < taps.shape[2] - 1:
@@ -85,14 +108,18 @@ def check_delta(
 def check_heads(op: str, conv: jax.Array, recurrent: jax.Array) -> int:
     """Key heads of a layer whose states these are; ValueError, naming the argument, where they are of no layer."""
     if recurrent.ndim != 4 or recurrent.dtype != jnp.float32:
-        raise ValueError(f"{op}: recurrent {recurrent.dtype} {recurrent.shape} must be float32 [slots, value_heads, key_dim, value_dim]")
+        raise ValueError(
+            f"{op}: recurrent {recurrent.dtype} {recurrent.shape} must be float32 [slots, value_heads, key_dim, value_dim]"
+        )
     slots, value_heads, key_dim, value_dim = recurrent.shape
     values = value_heads * value_dim
     if conv.ndim != 3 or conv.shape[0] != slots:
         raise ValueError(f"{op}: conv {conv.shape} must be [{slots}, rows, channels]")
     channels = conv.shape[2]
     if channels <= values or (channels - values) % (2 * key_dim) or value_heads % ((channels - values) // (2 * key_dim)):
-        raise ValueError(f"{op}: conv has {channels} channels, must be 2 x key_heads x {key_dim} + {values}, key_heads a divisor of {value_heads}")
+        raise ValueError(
+            f"{op}: conv has {channels} channels, must be 2 x key_heads x {key_dim} + {values}, key_heads a divisor of {value_heads}"
+        )
     return (channels - values) // (2 * key_dim)
 
 
@@ -105,7 +132,9 @@ def check_rings(
     if ring < ring_rows(rows, width):
         raise ValueError(f"{op}: conv has {ring} rows, {rows} rows a slot need {ring_rows(rows, width)}")
     for name, array, want in (
-        ("records", records, (slots, ring, layout.columns)), ("start", start, (slots,)), ("count", count, (slots,)),
-    ):  # fmt: skip
+        ("records", records, (slots, ring, layout.columns)),
+        ("start", start, (slots,)),
+        ("count", count, (slots,)),
+    ):
         if array.shape != want:
             raise ValueError(f"{op}: {name} {array.shape} must be {want}")

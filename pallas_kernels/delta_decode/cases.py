@@ -175,12 +175,7 @@ class Case(Heads):
         return self.tokens * (5 * self.inner * self.key_dim + self.channels * self.width)
 
 
-CASES = (
-    Case("1x1", slots=1, rows=1),
-    Case("1x4", slots=1, rows=4),
-    Case("1x6", slots=1, rows=6),
-    Case("4x4", slots=4, rows=4),
-)
+CASES = (Case("1x1", slots=1, rows=1), Case("1x4", slots=1, rows=4), Case("1x6", slots=1, rows=6), Case("4x4", slots=4, rows=4))
 # Twins a CPU interprets in a moment.
 SMALL = (
     Case("1x1.small", slots=1, rows=1, key_heads=2, value_heads=6),

@@ -163,9 +163,7 @@ def _l2_normalise(pair: jax.Array, shape: DecodeShape) -> jax.Array:
     return pair * jax.lax.rsqrt(squares + L2_EPS)
 
 
-def _decay_and_beta(
-    ab: Any, a_log: Any, dt_bias: Any, token: Any, head: Any, shape: DecodeShape
-) -> tuple[jax.Array, jax.Array]:
+def _decay_and_beta(ab: Any, a_log: Any, dt_bias: Any, token: Any, head: Any, shape: DecodeShape) -> tuple[jax.Array, jax.Array]:
     """exp(-exp(A_log) softplus(a + dt_bias)) and sigmoid(b), float32 scalars."""
     a = launch.load(ab, (token, head)).astype(jnp.float32) + launch.load(dt_bias, head)
     b = launch.load(ab, (token, shape.layout.value_heads + head)).astype(jnp.float32)

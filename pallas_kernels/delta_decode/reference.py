@@ -5,14 +5,35 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule import Layout, Transitions, causal_conv, decay_and_beta, decode_delta_rule, fold_transitions, split_qkv
+from pallas_kernels.delta_rule import (
+    Layout,
+    Transitions,
+    causal_conv,
+    decay_and_beta,
+    decode_delta_rule,
+    fold_transitions,
+    split_qkv,
+)
 from pallas_kernels.norms import gated_norm
 
 
 def delta_decode(
-    projected: jax.Array, ab: jax.Array, conv: jax.Array, recurrent: jax.Array, records: jax.Array, start: jax.Array,
-    count: jax.Array, taps: jax.Array, a_log: jax.Array, dt_bias: jax.Array, norm: jax.Array, zero: jax.Array, *, rows: int, eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    projected: jax.Array,
+    ab: jax.Array,
+    conv: jax.Array,
+    recurrent: jax.Array,
+    records: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    taps: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    norm: jax.Array,
+    zero: jax.Array,
+    *,
+    rows: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     slots, value_heads, key_dim, value_dim = recurrent.shape
     kept = taps.shape[2] - 1
     channels = conv.shape[2]
@@ -27,13 +48,23 @@ def delta_decode(
     raw = projected[:, :channels].reshape(slots, rows, channels)
     takes_part = count >= 0
     out = jnp.where(jnp.repeat(takes_part, rows)[:, None], out, 0)
-    return out, ring_write(conv, at + kept, raw, takes_part), recurrent, ring_write(records, at, layout.pack(fresh), takes_part)
+    return (out, ring_write(conv, at + kept, raw, takes_part), recurrent, ring_write(records, at, layout.pack(fresh), takes_part))
 
 
 def decode_rows(
-    projected: jax.Array, ab: jax.Array, conv: jax.Array, recurrent: jax.Array, taps: jax.Array, a_log: jax.Array,
-    dt_bias: jax.Array, norm: jax.Array, zero: jax.Array, *, rows: int, eps: float,
-) -> tuple[jax.Array, Transitions]:  # fmt: skip
+    projected: jax.Array,
+    ab: jax.Array,
+    conv: jax.Array,
+    recurrent: jax.Array,
+    taps: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    norm: jax.Array,
+    zero: jax.Array,
+    *,
+    rows: int,
+    eps: float,
+) -> tuple[jax.Array, Transitions]:
     """`delta_decode` without its memory: `rows` rows of every slot after the states as they are, which are only read.
 
     conv `[slots, width - 1, channels]`: the raw inputs before, oldest first; the other arguments as there. Returns its `out`

@@ -13,9 +13,16 @@ __all__ = ["delta_fold", "shift_window"]
 
 
 def delta_fold(
-    recurrent: jax.Array, conv: jax.Array, records: jax.Array, start: jax.Array, count: jax.Array, zero: jax.Array,
-    *, width: int, impl: str = "auto",
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    recurrent: jax.Array,
+    conv: jax.Array,
+    records: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    zero: jax.Array,
+    *,
+    width: int,
+    impl: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
     """`recurrent` and `conv` with nothing waiting: after the count[slot] rows that `delta_decode` left in `records`, and with
     the window (width - 1 raw inputs) in the first rows of its ring, as start 0 and count 0 say. The arguments are those of
     `delta_decode`; a negative count leaves a slot as it is. In place: donate the

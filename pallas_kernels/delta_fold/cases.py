@@ -38,7 +38,10 @@ class Case(Heads):
     def sample(self, key: jax.Array) -> list[Any]:
         """Random arguments for `call`; all rows wait in the first slot, one less in the next, and so on."""
         keys = jax.random.split(key, 3)
-        state, conv = 0.1 * jax.random.normal(keys[0], self.state_shape), jax.random.normal(keys[1], self.conv_shape, jnp.bfloat16)
+        state, conv = (
+            0.1 * jax.random.normal(keys[0], self.state_shape),
+            jax.random.normal(keys[1], self.conv_shape, jnp.bfloat16),
+        )
         return [state, conv, self.sample_records(keys[2]), *self.sample_waiting()]
 
     def reference(self, *arguments: Any) -> Any:
@@ -60,10 +63,7 @@ class Case(Heads):
         return 2 * self.tokens * self.inner * self.key_dim
 
 
-CASES = (
-    Case("1x4", slots=1, rows=4),
-    Case("4x4", slots=4, rows=4),
-)
+CASES = (Case("1x4", slots=1, rows=4), Case("4x4", slots=4, rows=4))
 # Twins a CPU interprets in a moment; with three slots, nothing waits in one.
 SMALL = (
     Case("1x4.small", slots=1, rows=4, key_heads=2, value_heads=6),

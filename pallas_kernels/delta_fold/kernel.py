@@ -12,7 +12,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
@@ -22,7 +21,14 @@ from pallas_kernels.delta_rule.records import replay
 
 @functools.partial(jax.jit, static_argnames=("width", "interpret"))
 def delta_fold(
-    recurrent: jax.Array, conv: jax.Array, records: jax.Array, start: jax.Array, count: jax.Array, *, width: int, interpret: bool = False
+    recurrent: jax.Array,
+    conv: jax.Array,
+    records: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    width: int,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As `delta_fold.delta_fold`, whose checks this relies on. ValueError: Dk or Dv that a block cannot hold."""
     slots, value_heads, key_dim, value_dim = recurrent.shape
@@ -31,7 +37,9 @@ def delta_fold(
     operands = (recurrent, conv, records, start, count)
     return tuple(
         launch.launch(
-            functools.partial(_fold_kernel, layout=Layout(key_heads, value_heads, key_dim, value_dim), width=width, interpret=interpret),
+            functools.partial(
+                _fold_kernel, layout=Layout(key_heads, value_heads, key_dim, value_dim), width=width, interpret=interpret
+            ),
             name="delta_fold",
             grid=(value_heads, slots),
             in_specs=[launch.whole(x) for x in operands],

@@ -14,9 +14,20 @@ __all__ = ["delta_prefill"]
 
 
 def delta_prefill(
-    projected: jax.Array, ab: jax.Array, conv: jax.Array, recurrent: jax.Array, taps: jax.Array, a_log: jax.Array,
-    dt_bias: jax.Array, norm: jax.Array, slot: jax.Array, count: jax.Array, *, eps: float, impl: str = "auto",
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    projected: jax.Array,
+    ab: jax.Array,
+    conv: jax.Array,
+    recurrent: jax.Array,
+    taps: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    norm: jax.Array,
+    slot: jax.Array,
+    count: jax.Array,
+    *,
+    eps: float,
+    impl: str = "auto",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A chunk of one slot's tokens through convolution, gates, delta rule (chunked form) and gated norm.
 
     projected `[tokens, channels + value_heads * value_dim]` and ab `[tokens, 2 * value_heads]`, tokens a multiple of 64;

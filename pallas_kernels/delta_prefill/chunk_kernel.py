@@ -57,9 +57,17 @@ def block_matrices(
 
 
 def _kernel(
-    mixed_ref: Any, length_ref: Any, gate_ref: Any, count_ref: Any, matrix_ref: Any, factor_ref: Any,
-    *, key_heads: int, key_dim: int, value_heads: int,
-) -> None:  # fmt: skip
+    mixed_ref: Any,
+    length_ref: Any,
+    gate_ref: Any,
+    count_ref: Any,
+    matrix_ref: Any,
+    factor_ref: Any,
+    *,
+    key_heads: int,
+    key_dim: int,
+    value_heads: int,
+) -> None:
     head, block = pl.program_id(0), pl.program_id(1)
     rows = pl.ds(block * BLOCK, BLOCK)
     q_head = head // (value_heads // key_heads)

@@ -73,9 +73,19 @@ def token_inputs(
 
 
 def _kernel(
-    x_ref: Any, ab_ref: Any, conv_ref: Any, taps_ref: Any, a_log_ref: Any, dt_bias_ref: Any, slot_ref: Any, count_ref: Any,
-    *refs: Any, key_heads: int, dim: int, interpret: bool,
-) -> None:  # fmt: skip
+    x_ref: Any,
+    ab_ref: Any,
+    conv_ref: Any,
+    taps_ref: Any,
+    a_log_ref: Any,
+    dt_bias_ref: Any,
+    slot_ref: Any,
+    count_ref: Any,
+    *refs: Any,
+    key_heads: int,
+    dim: int,
+    interpret: bool,
+) -> None:
     out = Inputs(*refs)
     slot, count = launch.load(slot_ref, 0), launch.load(count_ref, 0)
     _, value_heads, _ = out.gates.shape

@@ -60,9 +60,7 @@ def delta_prefill(
     inputs = inputs_kernel.token_inputs(
         projected, ab, conv, taps, a_log, dt_bias, slots, counts, key_heads=key_heads, dim=key_dim, interpret=interpret
     )
-    matrices, factors = chunk_kernel.block_matrices(
-        inputs, counts, key_heads=key_heads, key_dim=key_dim, interpret=interpret
-    )
+    matrices, factors = chunk_kernel.block_matrices(inputs, counts, key_heads=key_heads, key_dim=key_dim, interpret=interpret)
     out, recurrent = state_kernel.advance(
         inputs.mixed, matrices, factors, recurrent, slots, counts, key_heads=key_heads, config=config.state, interpret=interpret
     )

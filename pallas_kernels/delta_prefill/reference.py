@@ -10,9 +10,19 @@ from pallas_kernels.norms import gated_norm
 
 
 def delta_prefill(
-    projected: jax.Array, ab: jax.Array, conv: jax.Array, recurrent: jax.Array, taps: jax.Array, a_log: jax.Array,
-    dt_bias: jax.Array, norm: jax.Array, slot: jax.Array, count: jax.Array, *, eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    projected: jax.Array,
+    ab: jax.Array,
+    conv: jax.Array,
+    recurrent: jax.Array,
+    taps: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    norm: jax.Array,
+    slot: jax.Array,
+    count: jax.Array,
+    *,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     _, value_heads, key_dim, value_dim = recurrent.shape
     channels = conv.shape[-1]
     key_heads = (channels - value_heads * value_dim) // (2 * key_dim)

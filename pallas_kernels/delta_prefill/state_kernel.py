@@ -70,9 +70,18 @@ def advance(
 
 
 def _kernel(
-    mixed_ref: Any, matrix_ref: Any, factor_ref: Any, old_ref: Any, slot_ref: Any, count_ref: Any, out_ref: Any, new_ref: Any,
-    *, key_heads: int, config: Config,
-) -> None:  # fmt: skip
+    mixed_ref: Any,
+    matrix_ref: Any,
+    factor_ref: Any,
+    old_ref: Any,
+    slot_ref: Any,
+    count_ref: Any,
+    out_ref: Any,
+    new_ref: Any,
+    *,
+    key_heads: int,
+    config: Config,
+) -> None:
     _, value_heads, key_dim, value_dim = old_ref.shape
     head = pl.program_id(1)
     at = pl.program_id(0) * config.columns

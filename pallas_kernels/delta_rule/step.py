@@ -55,9 +55,7 @@ def multiply_add(a: Any, b: Any, c: Any, interpret: bool) -> jax.Array:
 def load_state(ref: Any, slot: Any, head: Any) -> Chunks:
     """S of one head from float32 `[slots, value_heads, key_dim, value_dim]`."""
     key_dim, value_dim = ref.shape[2:]
-    return tuple(
-        launch.load(ref, (slot, head, pl.ds(at, WARPS), pl.ds(0, value_dim))) for at in range(0, key_dim, WARPS)
-    )
+    return tuple(launch.load(ref, (slot, head, pl.ds(at, WARPS), pl.ds(0, value_dim))) for at in range(0, key_dim, WARPS))
 
 
 def store_state(ref: Any, slot: Any, head: Any, state: Chunks) -> None:

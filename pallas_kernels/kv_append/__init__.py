@@ -5,18 +5,28 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import launch
-from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.kv_append import kernel, reference
 from pallas_kernels.kv_append.reference import Heads, gates, split_heads
 from pallas_kernels.kv_codecs import check_format
+from pallas_kernels.kv_pages import KVPages
 
 __all__ = ["Heads", "attention_inputs", "gates", "split_heads"]
 
 
 def attention_inputs(
-    projected: jax.Array, q_norm: jax.Array, k_norm: jax.Array, cos: jax.Array, sin: jax.Array, pool: KVPages,
-    table: jax.Array, positions: jax.Array, *, format: str, eps: float, impl: str = "auto",
-) -> tuple[jax.Array, KVPages]:  # fmt: skip
+    projected: jax.Array,
+    q_norm: jax.Array,
+    k_norm: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pool: KVPages,
+    table: jax.Array,
+    positions: jax.Array,
+    *,
+    format: str,
+    eps: float,
+    impl: str = "auto",
+) -> tuple[jax.Array, KVPages]:
     """Queries float32 `[tokens, query_heads, head_dim]`, and the pool with the tokens' keys and values (donate it).
 
     projected `[tokens, (2 query_heads + 2 kv_heads) head_dim]`: `[query | gate]` per query head, then all keys, then all
@@ -46,9 +56,16 @@ def _unfit(head_dim: int, pairs: int) -> str:
 
 
 def _check(
-    projected: jax.Array, q_norm: jax.Array, k_norm: jax.Array, cos: jax.Array, sin: jax.Array, pool: KVPages,
-    table: jax.Array, positions: jax.Array, format: str,
-) -> None:  # fmt: skip
+    projected: jax.Array,
+    q_norm: jax.Array,
+    k_norm: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pool: KVPages,
+    table: jax.Array,
+    positions: jax.Array,
+    format: str,
+) -> None:
     head_dim = q_norm.shape[-1]
     check_format(format, head_dim)
     kv_heads = jax.tree.leaves(pool.k)[0].shape[1]
@@ -57,7 +74,11 @@ def _check(
             f"attention_inputs: projected {projected.shape} must be [tokens, (2 query_heads + 2 x {kv_heads}) x {head_dim}]"
         )
     tokens = projected.shape[0]
-    for name, array, want in (("q_norm", q_norm, (head_dim,)), ("k_norm", k_norm, (head_dim,)), ("positions", positions, (tokens,))):
+    for name, array, want in (
+        ("q_norm", q_norm, (head_dim,)),
+        ("k_norm", k_norm, (head_dim,)),
+        ("positions", positions, (tokens,)),
+    ):
         if array.shape != want:
             raise ValueError(f"attention_inputs: {name} {array.shape} must be {want}")
     if cos.shape != sin.shape or cos.shape[0] != tokens or 2 * cos.shape[1] > head_dim:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import kv_codecs
-from pallas_kernels.kv_pages import PAGE, KVPages, pages_struct
 from pallas_kernels.kv_append import kernel, reference
+from pallas_kernels.kv_pages import PAGE, KVPages, pages_struct
 from pallas_kernels.lab import rows
 
 EPS = 1e-6

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.kv_pages import PAGE, KVPages
 from pallas_kernels.kv_codecs import formats, uses_rotation
 from pallas_kernels.kv_codecs.scale_byte import decode_scales, nearest_magnitude
+from pallas_kernels.kv_pages import PAGE, KVPages
 
 _ONE = 1 << 12  # one code step in the encoder's fixed point, and the limits of scaled values, as in kv_codecs.four_bit
 _LIMIT = 10.5 * _ONE
@@ -103,9 +103,8 @@ class Shape:
 
 
 def _shape(
-    projected: jax.Array, cos: jax.Array, pool: KVPages, table: jax.Array, format: str, eps: float, config: Config,
-    interpret: bool,
-) -> Shape:  # fmt: skip
+    projected: jax.Array, cos: jax.Array, pool: KVPages, table: jax.Array, format: str, eps: float, config: Config, interpret: bool
+) -> Shape:
     kv_heads = pool.k.codes.shape[1]
     dims = pool.k.codes.shape[-1] * formats.layout_of(format, "k").dims_per_code
     tokens, half = cos.shape

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_pages import KVPages, append
 from pallas_kernels.kv_codecs import rotate, uses_rotation
+from pallas_kernels.kv_pages import KVPages, append
 from pallas_kernels.norms import rms_norm
 
 
@@ -52,9 +52,18 @@ def gates(projected: jax.Array, query_heads: int, head_dim: int) -> jax.Array:
 
 
 def attention_inputs(
-    projected: jax.Array, q_norm: jax.Array, k_norm: jax.Array, cos: jax.Array, sin: jax.Array, pool: KVPages,
-    table: jax.Array, positions: jax.Array, *, format: str, eps: float,
-) -> tuple[jax.Array, KVPages]:  # fmt: skip
+    projected: jax.Array,
+    q_norm: jax.Array,
+    k_norm: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pool: KVPages,
+    table: jax.Array,
+    positions: jax.Array,
+    *,
+    format: str,
+    eps: float,
+) -> tuple[jax.Array, KVPages]:
     kv_heads = jax.tree.leaves(pool.k)[0].shape[1]
     heads = split_heads(projected, q_norm, k_norm, cos, sin, kv_heads, eps)
     pool = append(pool, heads.k, heads.v, table, positions, format)

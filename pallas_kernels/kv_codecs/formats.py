@@ -72,7 +72,9 @@ def check_format(format: str, head_dim: int | None = None) -> str:
     if format not in FORMATS:
         raise ValueError(f"kv format {format!r} is unknown; known formats: {', '.join(FORMATS)}")
     if head_dim is not None and (head_dim <= 0 or head_dim % ROTATION_GROUP):
-        raise ValueError(f"head_dim {head_dim} does not fit kv format {format!r}: it must be a positive multiple of {ROTATION_GROUP}")
+        raise ValueError(
+            f"head_dim {head_dim} does not fit kv format {format!r}: it must be a positive multiple of {ROTATION_GROUP}"
+        )
     return format
 
 

@@ -87,7 +87,9 @@ def encode_four_bit(stored: Array, lattice: bool) -> tuple[Array, Array]:
     errors = _group_error(_fixed_point(groups[..., None, :], scales), lattice) * (scales * scales)
     below, nearest, above = (errors[..., i] for i in range(3))
     scale_bytes = jnp.where(
-        below <= jnp.minimum(nearest, above), candidates[..., 0], jnp.where(nearest <= above, candidates[..., 1], candidates[..., 2])
+        below <= jnp.minimum(nearest, above),
+        candidates[..., 0],
+        jnp.where(nearest <= above, candidates[..., 1], candidates[..., 2]),
     )
     steps = _fixed_point(groups, decode_scales(scale_bytes))
     if lattice:

@@ -45,9 +45,7 @@ def run(case: registry.Case, seed: int = 0, config: Any = None) -> Result:
     got = case.call(*arguments, interpret=interpret, **chosen)
     want = case.reference(*arguments)
     errors = jax.tree.map(relative_error, got, want)
-    return Result(
-        case.op, case.name, "interpreted" if interpret else "compiled", max(jax.tree.leaves(errors)), case.allowed_error
-    )
+    return Result(case.op, case.name, "interpreted" if interpret else "compiled", max(jax.tree.leaves(errors)), case.allowed_error)
 
 
 def relative_error(got: jax.Array, want: jax.Array) -> float:

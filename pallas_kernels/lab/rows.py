@@ -84,11 +84,7 @@ def measure(case: Case, target: str, config: Any = None) -> Row:
         occupancy=kernel.occupancy(card),
         tensor_core_instructions=kernel.tensor_core_instructions,
         conversions=kernel.count("I2F", "I2FP"),
-        loads={
-            op: n
-            for op, n in sorted(kernel.ops.items())
-            if op.startswith(("LDG", "LDS", "STG", "LDL", "STL"))
-        },
+        loads={op: n for op, n in sorted(kernel.ops.items()) if op.startswith(("LDG", "LDS", "STG", "LDL", "STL"))},
         bytes_moved=moved,
         ideal_bytes=case.ideal_bytes,
         requested_bytes=int(requested),
@@ -103,10 +99,7 @@ def measure(case: Case, target: str, config: Any = None) -> Row:
 
 def main_kernel(report: inspect.Report) -> inspect.Kernel:
     """The kernel on tensor cores, or else the one with most machine code x threads: the others prepare or merge."""
-    return max(
-        report.kernels.values(),
-        key=lambda k: (k.tensor_core_instructions > 0, sum(k.ops.values()) * k.threads * k.blocks),
-    )
+    return max(report.kernels.values(), key=lambda k: (k.tensor_core_instructions > 0, sum(k.ops.values()) * k.threads * k.blocks))
 
 
 def loop_trips(kernel: inspect.Kernel, case: Case) -> list[float]:
@@ -162,4 +155,3 @@ def compare(old: list[dict[str, Any]], new: list[Row]) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-

@@ -50,14 +50,18 @@ def progress(what: str, total: int) -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     bar = Progress(
-        TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
         console=Console(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),
         # Rows printed to the same terminal go above the bar; those written to a file stay out of it.
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=False,
-    )  # fmt: skip
+    )
     with bar:
         task = bar.add_task("", total=total)
         yield lambda name: bar.update(task, advance=1, description=name)

@@ -14,9 +14,16 @@ from pallas_kernels.matmul import head, kernel, pair, prefill, reference, triton
 from pallas_kernels.matmul.quantised import COLUMNS, QuantisedWeight, concatenate, dequantise, pack, quantise
 
 __all__ = [
-    "QuantisedWeight", "concatenate", "dequantise", "head_candidates", "linear", "pack", "quantise", "quantised_linear",
+    "QuantisedWeight",
+    "concatenate",
+    "dequantise",
+    "head_candidates",
+    "linear",
+    "pack",
+    "quantise",
+    "quantised_linear",
     "quantised_linear_pair",
-]  # fmt: skip
+]
 
 # Up to this many rows a call is a decode step and is padded to whole tensor-core tiles on a GPU: the same shape for
 # every row count means the same kernel and the same order of sums, so drafting cannot flip a near tie.
@@ -41,9 +48,7 @@ def linear(x: jax.Array, w: jax.Array, *, out_dtype: jnp.dtype | None = None) ->
 
 def _matrix(x: jax.Array, w: jax.Array) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x, w, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def _few_rows(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -94,9 +99,7 @@ def quantised_linear(
         return prefill.prefill(x, weight, residual, route=activations, swiglu=swiglu, out_dtype=out_dtype)
 
     def xla(x, weight, norm, residual):
-        return reference.quantised_linear(
-            x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype
-        )
+        return reference.quantised_linear(x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
 
     def triton(x, weight, norm, residual):
         return triton_kernel.decode(x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
@@ -170,12 +173,7 @@ def _normalise(x: jax.Array, norm: jax.Array, eps: float) -> jax.Array:
 
 
 def _check(
-    x: jax.Array,
-    weight: QuantisedWeight,
-    norm: jax.Array | None,
-    residual: jax.Array | None,
-    swiglu: bool,
-    activations: str,
+    x: jax.Array, weight: QuantisedWeight, norm: jax.Array | None, residual: jax.Array | None, swiglu: bool, activations: str
 ) -> None:
     k, n = weight.shape
     if x.ndim != 2 or x.dtype != jnp.bfloat16 or x.shape[1] != k or x.shape[0] == 0:
@@ -190,6 +188,4 @@ def _check(
     if activations not in ("bf16", "int8"):
         raise ValueError(f"quantised_linear: activations {activations!r} is not one of bf16, int8")
     if activations == "int8" and x.shape[0] <= kernel.ROWS:
-        raise ValueError(
-            f"quantised_linear: activations int8 is for more than {kernel.ROWS} rows, x has {x.shape[0]}"
-        )
+        raise ValueError(f"quantised_linear: activations int8 is for more than {kernel.ROWS} rows, x has {x.shape[0]}")

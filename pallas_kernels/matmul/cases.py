@@ -55,12 +55,8 @@ class Case:
     ) -> jax.Array:
         """The kernel alone."""
         if self.decode:
-            return kernel.decode(
-                x, weight, norm, residual, swiglu=self.swiglu, config=config, interpret=interpret
-            )
-        return prefill.prefill(
-            x, weight, residual, route=self.activations, swiglu=self.swiglu, interpret=interpret
-        )
+            return kernel.decode(x, weight, norm, residual, swiglu=self.swiglu, config=config, interpret=interpret)
+        return prefill.prefill(x, weight, residual, route=self.activations, swiglu=self.swiglu, interpret=interpret)
 
     @property
     def key(self) -> str:

@@ -95,7 +95,7 @@ def argmax(
 ) -> tuple[jax.Array, jax.Array]:
     """Id int32 and logit float32 of each row's largest logit among the first `valid` columns; the least id of equals."""
     values, ids = block_candidates(x, weight, norm, keep=1, valid=valid, eps=eps, interpret=interpret)
-    values, ids = values[: , : x.shape[0], 0], ids[:, : x.shape[0], 0]
+    values, ids = values[:, : x.shape[0], 0], ids[:, : x.shape[0], 0]
     # Blocks come in rising order of ids, so the first block of equals holds the least id.
     block = jnp.argmax(values, axis=0)[None]
     return jnp.take_along_axis(ids, block, 0)[0], jnp.take_along_axis(values, block, 0)[0]

@@ -151,9 +151,7 @@ def _decode_kernel(*refs: Any, shape: DecodeShape, normed: bool, added: bool, ep
     y = jax.nn.silu(sums[0]) * sums[1] if swiglu else sums[0]
     if added:
         y = y + shape.block(residual_ref, at, shape.columns, shape.n).astype(jnp.float32)
-    launch.store(
-        o_ref, (pl.ds(0, ROWS), pl.ds(at, shape.columns)), y, shape.mask(at, shape.columns, shape.n)
-    )
+    launch.store(o_ref, (pl.ds(0, ROWS), pl.ds(at, shape.columns)), y, shape.mask(at, shape.columns, shape.n))
 
 
 def accumulate(

@@ -211,8 +211,7 @@ def concatenate(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
     for w in weights:
         if (w.bits, w.group, w.shape[0]) != (first.bits, first.group, first.shape[0]):
             raise ValueError(
-                f"concatenate: w{w.bits} group {w.group} K {w.shape[0]} beside "
-                f"w{first.bits} group {first.group} K {first.shape[0]}"
+                f"concatenate: w{w.bits} group {w.group} K {w.shape[0]} beside w{first.bits} group {first.group} K {first.shape[0]}"
             )
     for w in weights[:-1]:
         if w.shape[1] != w.padded_columns:

@@ -19,11 +19,27 @@ def add(a, b):
 
 @triton.jit
 def decode(
-    x, words, scales, unit, norm, residual, out,
-    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr,
-    PLANES: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, SWIGLU: tl.constexpr, EPS: tl.constexpr,
-    UNPACK: tl.constexpr, ONE_PLUS: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scales,
+    unit,
+    norm,
+    residual,
+    out,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    PLANES: tl.constexpr,
+    TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    EPS: tl.constexpr,
+    UNPACK: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    SCALE: tl.constexpr,
+):
     """x bf16 [ROWS, K], words int16 [TILES * GROUP / 32, PADDED * 32], scales [TILES, PADDED] int32 or int16, unit float32
     [PADDED], norm bf16 [K] or None, residual bf16 [ROWS, N] or None, out [ROWS, N]. PADDED counts columns of gate and up.
     UNPACK: PTX of each plane, ONE_PLUS: PTX of x (1 + w), both on two elements at a time. SCALE: PTX of each plane's scale.

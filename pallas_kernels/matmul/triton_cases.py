@@ -20,9 +20,7 @@ class TritonCase(cases.Case):
         self, x: Any, weight: Any, norm: Any, residual: Any, interpret: bool = False, config: kernel.Config | None = None
     ) -> jax.Array:
         """The kernel alone."""
-        return triton_kernel.decode(
-            x, weight, norm, residual, swiglu=self.swiglu, config=config, interpret=interpret
-        )
+        return triton_kernel.decode(x, weight, norm, residual, swiglu=self.swiglu, config=config, interpret=interpret)
 
     def tensor_ops(self) -> int:
         """As the Pallas kernel's, and for a norm the products x x^T `[16, 16]`: two m16n8k16 per 16 of K, shared by two

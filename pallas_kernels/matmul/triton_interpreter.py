@@ -90,9 +90,7 @@ def run(
     builder = interpreter.interpreter_builder
     builder.create_inline_asm, builder.create_dot, builder.create_fp_trunc = inline, dot, round_off
     try:
-        interpreter.InterpretedFunction(kernel.fn).run(
-            *memory, _Memory(result), grid=grid, warmup=False, **constants
-        )
+        interpreter.InterpretedFunction(kernel.fn).run(*memory, _Memory(result), grid=grid, warmup=False, **constants)
     finally:
         del builder.create_inline_asm, builder.create_dot, builder.create_fp_trunc
     return jnp.asarray(result)

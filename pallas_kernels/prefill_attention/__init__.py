@@ -5,17 +5,24 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import launch
-from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.kv_codecs import check_format
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention import kernel, reference
 
 __all__ = ["prefill_attention"]
 
 
 def prefill_attention(
-    q: jax.Array, projected: jax.Array, pool: KVPages, table: jax.Array, start: jax.Array, count: jax.Array, *,
-    format: str, impl: str = "auto",
-) -> jax.Array:  # fmt: skip
+    q: jax.Array,
+    projected: jax.Array,
+    pool: KVPages,
+    table: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    format: str,
+    impl: str = "auto",
+) -> jax.Array:
     """Gated attention of a chunk at positions start, start + 1, ... -> `[tokens, query_heads * head_dim]` in projected's
     dtype.
 

@@ -103,9 +103,15 @@ class Case:
     @property
     def shape(self) -> kernel.Shape:
         return kernel.Shape(
-            self.tokens, self.heads, self.kv_heads, self.head_dim, self.pages, self.format,
-            kernel.default_config(self.format), False,
-        )  # fmt: skip
+            self.tokens,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.pages,
+            self.format,
+            kernel.default_config(self.format),
+            False,
+        )
 
     def moved_bytes(self, report: Any) -> int:
         """What is touched of the arguments, and the packed queries written and read. Tiles re-read pages from L2."""
@@ -144,8 +150,14 @@ CASES = (
 # Twins a CPU interprets in a moment: no size is a multiple of a block, and some rows are not valid.
 SMALL = tuple(
     dataclasses.replace(
-        case, name=case.name + ".small", filled=45 if case.filled == 1024 else 173, tokens=50, count=45, heads=12, kv_heads=2,
+        case,
+        name=case.name + ".small",
+        filled=45 if case.filled == 1024 else 173,
+        tokens=50,
+        count=45,
+        heads=12,
+        kv_heads=2,
         head_dim=128,
     )
     for case in (*(c for c in CASES if c.filled < CONTEXT), Case("f32", "f32", filled=LONG))
-)  # fmt: skip
+)

@@ -258,10 +258,7 @@ def _inverse(x: jax.Array, interpret: bool) -> jax.Array:
 
 def _sigmoid(x: jax.Array, interpret: bool) -> jax.Array:
     """1 / (1 + 2^(-x log2(e))), as `_inverse`."""
-    asm = (
-        "{ .reg .b32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
-        "rcp.approx.ftz.f32 $0, t; }"
-    )
+    asm = "{ .reg .b32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;rcp.approx.ftz.f32 $0, t; }"
     return launch.packed(asm, jax.nn.sigmoid, x, dtype=jnp.float32, interpret=interpret, pack=1)
 
 

@@ -45,9 +45,8 @@ def to_stored_order(x: jax.Array) -> jax.Array:
 
 
 def segment(
-    kind: str, codes_ref: Any, scales_ref: Any, page: Any, head: Any, g: int, tokens: Any, inside: jax.Array | None,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    kind: str, codes_ref: Any, scales_ref: Any, page: Any, head: Any, g: int, tokens: Any, inside: jax.Array | None, interpret: bool
+) -> tuple[jax.Array, jax.Array | None]:
     """Dims `64 g : 64 g + 64` of some tokens of a page: exact bf16 (float32 of float32 pages) `[tokens, 64]`, and what is left
     to multiply them by, float32 `[tokens]` (None: nothing).
 
@@ -108,9 +107,7 @@ def _nibbles(half: jax.Array, base: jax.Array | None, scale: jax.Array, minus: j
     """Nibble j of 16-bit halves of words as bf16: (base | nibble) x scale + minus."""
     shift = f"shr.u32 t, $1, {4 * j - 3};" if j else "shl.b32 t, $1, 3;"
     add, s, m = ("$2", "$3", "$4") if base is not None else ("0x41804180", "$2", "$3")
-    asm = (
-        f"{{ .reg .b32 t; {shift} lop3.b32 t, t, 0x00780078, {add}, {_AND_OR:#x}; fma.rn.bf16x2 $0, t, {s}, {m}; }}"
-    )
+    asm = f"{{ .reg .b32 t; {shift} lop3.b32 t, t, 0x00780078, {add}, {_AND_OR:#x}; fma.rn.bf16x2 $0, t, {s}, {m}; }}"
 
     def twin(half: jax.Array, *rest: jax.Array) -> jax.Array:
         *base, scale, minus = rest

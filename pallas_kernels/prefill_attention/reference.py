@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_pages import PAGE, KVPages, load_block
 from pallas_kernels.kv_append.reference import gates
 from pallas_kernels.kv_codecs import rotate, uses_rotation
+from pallas_kernels.kv_pages import PAGE, KVPages, load_block
 
 BLOCK_PAGES = 8
 _NEVER = -1e30
@@ -22,9 +22,7 @@ def prefill_attention(
     return gated.reshape(tokens, -1)
 
 
-def attend(
-    q: jax.Array, pool: KVPages, table: jax.Array, start: jax.Array, count: jax.Array, format: str
-) -> jax.Array:
+def attend(q: jax.Array, pool: KVPages, table: jax.Array, start: jax.Array, count: jax.Array, format: str) -> jax.Array:
     """Attention without the gate, float32 `[tokens, query_heads, head_dim]`; q as `attention_inputs` gives it."""
     tokens, query_heads, head_dim = q.shape
     kv_heads = jax.tree.leaves(pool.k)[0].shape[1]

@@ -12,7 +12,7 @@ from ninfer_jax.bench.device import PROCESS_PEAK, Memory
 from ninfer_jax.bench.matrix import Cell
 from ninfer_jax.bench.measure import Sample
 from ninfer_jax.bench.results import Row
-from weights import tiny_path
+from ninfer_jax.checkpoints import tiny_path
 
 SETTINGS = {"model": "m", "weights": "w", "corpus": "text", "warmup": 1, "repeats": 3, "prefill_chunk": 64, "dtype": "auto"}
 VERSIONS = {"jax": "0.10.2", "source": "abc", "device": "a device"}
@@ -36,16 +36,21 @@ def row() -> Callable[..., Row]:
         cell = Cell(**given)
         rounds = 4 * cell.slots
         samples = tuple(
-            Sample(cell.slots * cell.prompt, prefill, 0.0, prefill, cell.slots * (cell.gen - 1), decode, rounds,
-                   rounds * cell.draft, at + 1 if cell.draft else 0, own.get("energy"))
+            Sample(
+                cell.slots * cell.prompt,
+                prefill,
+                0.0,
+                prefill,
+                cell.slots * (cell.gen - 1),
+                decode,
+                rounds,
+                rounds * cell.draft,
+                at + 1 if cell.draft else 0,
+                own.get("energy"),
+            )
             for at, (prefill, decode) in enumerate(times)
-        )  # fmt: skip
-        common = (
-            cell,
-            own.get("settings", SETTINGS),
-            own.get("versions", VERSIONS),
-            own.get("date", "2026-11-30T10:00:00+00:00"),
         )
+        common = (cell, own.get("settings", SETTINGS), own.get("versions", VERSIONS), own.get("date", "2026-11-30T10:00:00+00:00"))
         if "refused" in own:
             return Row(*common, refused=own["refused"])
         return Row(*common, context=cell.context or cell.need, load=0.5, samples=samples, memory=Memory(memory, PROCESS_PEAK))

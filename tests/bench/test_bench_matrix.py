@@ -1,8 +1,8 @@
 """Cells and their order, and the text that prompts are cut from."""
 
 from __future__ import annotations
-
 import __future__
+
 import itertools
 from pathlib import Path
 
@@ -10,8 +10,8 @@ import pytest
 
 from ninfer_jax.bench.corpus import Corpus, open_corpus, standard_library_texts
 from ninfer_jax.bench.matrix import by_engine, cells
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.text import Tokenizer
-from weights import tiny_path
 
 LISTS = dict(
     prompts=[64, 128], gens=[8], depths=[0, 256], kvs=["f32", "rk4v4"], drafts=[0, 2], slots=[1], contexts=[None], chunk=64
@@ -39,9 +39,15 @@ def test_one_engine_a_group_sized_to_its_largest_cell_and_cheap_ones_first():
     found = cells(**LISTS | {"contexts": [None, 4096]})
     groups = by_engine(found, lambda g: g.capacity * {"f32": 16, "rk4v4": 3}[g.kv] + g.draft)
     assert [(g.kv, g.draft, g.capacity) for g in groups] == [
-        ("rk4v4", 0, 392), ("rk4v4", 2, 392), ("f32", 0, 392), ("f32", 2, 392),
-        ("rk4v4", 0, 4096), ("rk4v4", 2, 4096), ("f32", 0, 4096), ("f32", 2, 4096),
-    ]  # fmt: skip
+        ("rk4v4", 0, 392),
+        ("rk4v4", 2, 392),
+        ("f32", 0, 392),
+        ("f32", 2, 392),
+        ("rk4v4", 0, 4096),
+        ("rk4v4", 2, 4096),
+        ("f32", 0, 4096),
+        ("f32", 2, 4096),
+    ]
     assert sorted(str(c) for g in groups for c in g.cells) == sorted(map(str, found))
     assert [(c.depth, c.prompt) for c in groups[0].cells] == [(0, 64), (0, 128), (256, 64), (256, 128)]
 

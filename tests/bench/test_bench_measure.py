@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ninfer_jax import SamplingParams
-from ninfer_jax.bench import device, measure as measuring
+from ninfer_jax.bench import device
+from ninfer_jax.bench import measure as measuring
 from ninfer_jax.bench.matrix import Cell
 from ninfer_jax.engine import sequence
 
@@ -53,10 +54,17 @@ def test_times_of_one_slot(engine, clock):
         engine, Cell(prompt=100, gen=12, depth=128, kv="f32", draft=2, slots=1), texts, energy=lambda: clock[0] * 40
     )
     assert asdict(sample) == dict(
-        prefill_tokens=100, prefill_s=2 * 1.0 + 0.25, fill_s=2 * 1.0, ttft_s=0.5 + 2 * 1.0 + 0.25,
-        decode_tokens=11, decode_s=stats.rounds * 0.125, rounds=stats.rounds, drafted=stats.drafted, accepted=stats.accepted,
+        prefill_tokens=100,
+        prefill_s=2 * 1.0 + 0.25,
+        fill_s=2 * 1.0,
+        ttft_s=0.5 + 2 * 1.0 + 0.25,
+        decode_tokens=11,
+        decode_s=stats.rounds * 0.125,
+        rounds=stats.rounds,
+        drafted=stats.drafted,
+        accepted=stats.accepted,
         energy_j=stats.rounds * 0.125 * 40,
-    )  # fmt: skip
+    )
     assert 4 <= stats.rounds <= 11 and engine.runner.busy == 0
 
 
@@ -119,9 +127,9 @@ class Card:
 
 def test_versions_tell_sources_apart(monkeypatch, tmp_path):
     """Of the engine; the bench's own and the command line do not count."""
-    package = types.ModuleType("weights")
+    package = types.ModuleType("pallas_kernels")
     package.__path__ = [str(tmp_path)]
-    monkeypatch.setitem(device.sys.modules, "weights", package)
+    monkeypatch.setitem(device.sys.modules, "pallas_kernels", package)
     (tmp_path / "bench").mkdir()
     file, own = tmp_path / "a.py", tmp_path / "bench/b.py"
     file.write_text("1")

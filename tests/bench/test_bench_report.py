@@ -47,15 +47,25 @@ def test_the_table_shows_medians_and_ranges(row):
     text = shown(report.table([row(energy=16.0), row(gen=1, draft=0, memory=None), row(prompt=9999, refused="memory: no")]))
     first, second, third = [[c.strip() for c in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     assert first == [
-        "64", "9", "0", "f32", "2", "1", "73", "128.0 (64.0..256.0)", "4.0 (2.0..8.0)", "500.0 (250.0..1000.0)", "4", "25.0%",
-        "1", "2.000 (2.000..2.000)",
-    ]  # fmt: skip
+        "64",
+        "9",
+        "0",
+        "f32",
+        "2",
+        "1",
+        "73",
+        "128.0 (64.0..256.0)",
+        "4.0 (2.0..8.0)",
+        "500.0 (250.0..1000.0)",
+        "4",
+        "25.0%",
+        "1",
+        "2.000 (2.000..2.000)",
+    ]
     assert second[8] == second[11] == second[12] == second[13] == "n/a"
     assert third[:8] == ["9999", "9", "0", "f32", "2", "1", "", "refused"]
     assert "process peak RSS" in text and "measured: median" in text and "3 repeats after 1 warm-up" in text
-    assert report.refusals([row(refused="memory: no")]) == [
-        "refused: prompt 64, gen 9, depth 0, kv f32, K 2, slots 1: memory: no"
-    ]
+    assert report.refusals([row(refused="memory: no")]) == ["refused: prompt 64, gen 9, depth 0, kv f32, K 2, slots 1: memory: no"]
 
 
 def test_nothing_is_cut_off_in_a_narrow_terminal(row):
@@ -73,9 +83,21 @@ def test_nothing_is_cut_off_in_a_narrow_terminal(row):
     report.show(console, report.table([long]))
     (line,) = (line for line in console.file.getvalue().splitlines() if line.startswith("│"))
     assert [cell.strip() for cell in line.split("│")[1:-1]] == [
-        "262000", "128", "0", "rk4v4-e8", "2", "4", "262144", "3493 (2620..10533)", "267.4 (254.0..338.7)",
-        "300000 (99500..400000)", "16", "6.2%", "16,384", "19.685 (19.685..19.685)",
-    ]  # fmt: skip
+        "262000",
+        "128",
+        "0",
+        "rk4v4-e8",
+        "2",
+        "4",
+        "262144",
+        "3493 (2620..10533)",
+        "267.4 (254.0..338.7)",
+        "300000 (99500..400000)",
+        "16",
+        "6.2%",
+        "16,384",
+        "19.685 (19.685..19.685)",
+    ]
 
 
 def test_csv(row):
@@ -101,13 +123,19 @@ def test_csv(row):
 
 def test_compare_gives_ratios_of_the_latest_old_row(row):
     new = [
-        row(times=((0.25, 8.0), (0.25, 8.0), (0.25, 8.0))), row(depth=64), row(gen=7), row(gen=8, refused="no"),
+        row(times=((0.25, 8.0), (0.25, 8.0), (0.25, 8.0))),
+        row(depth=64),
+        row(gen=7),
+        row(gen=8, refused="no"),
         row(gen=10, memory=3 * 2**20),
-    ]  # fmt: skip
+    ]
     old = [
-        row(times=((9.0, 9.0),), date="2026-11-01T00:00:00+00:00"), row(times=((0.5, 2.0),) * 3), row(depth=64),
-        row(gen=8), row(gen=10, memory=2 * 2**20),
-    ]  # fmt: skip
+        row(times=((9.0, 9.0),), date="2026-11-01T00:00:00+00:00"),
+        row(times=((0.5, 2.0),) * 3),
+        row(depth=64),
+        row(gen=8),
+        row(gen=10, memory=2 * 2**20),
+    ]
     lines = [
         [c.strip() for c in line.split("│")[1:-1]]
         for line in shown(report.compare(new, old, "old.json")).splitlines()
@@ -145,8 +173,9 @@ def test_acceptance_by_draft(row):
     rows = [row(draft=k, depth=d) for d in (0, 64) for k in (3, 0, 1)]
     (axes,) = plots.acceptance_by_draft(rows).axes
     assert {line.get_label(): line.get_xydata().tolist() for line in axes.lines} == {
-        "depth 0": [[1, 0.5], [3, 1 / 6]], "depth 64": [[1, 0.5], [3, 1 / 6]],
-    }  # fmt: skip
+        "depth 0": [[1, 0.5], [3, 1 / 6]],
+        "depth 64": [[1, 0.5], [3, 1 / 6]],
+    }
     assert plots.acceptance_by_draft([row(draft=0)]) is None
 
 

@@ -111,8 +111,11 @@ def test_the_largest_cells_are_refused_and_a_smaller_engine_runs_the_rest(world)
     rows = world.run(Results(), groups(prompts=(64, 128, 500, 300), kvs=("f32",)))
     assert [c for *_, c in world.engines] == [508, 308, 136]
     assert [row.refused for row in rows] == [
-        None, None, "memory: 508 bytes are needed, 200 are free", "memory: 308 bytes are needed, 200 are free",
-    ]  # fmt: skip
+        None,
+        None,
+        "memory: 508 bytes are needed, 200 are free",
+        "memory: 308 bytes are needed, 200 are free",
+    ]
     assert [row.context for row in rows] == [136, 136, None, None]
 
 
@@ -164,10 +167,13 @@ def test_what_was_refused_is_tried_again(world, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[", "not JSON"), ("[]", "not a file of"), ('{"rows": []}', "not a file of"),
-        ('{"ninfer_jax_bench": 1, "rows": [{"cell": {}}]}', "a row is damaged"), ('{"ninfer_jax_bench": 1}', "a row is damaged"),
+        ("[", "not JSON"),
+        ("[]", "not a file of"),
+        ('{"rows": []}', "not a file of"),
+        ('{"ninfer_jax_bench": 1, "rows": [{"cell": {}}]}', "a row is damaged"),
+        ('{"ninfer_jax_bench": 1}', "a row is damaged"),
     ],
-)  # fmt: skip
+)
 def test_files_of_another_kind(tmp_path, text, words):
     file: Path = tmp_path / "x.json"
     file.write_text(text, "utf-8")

@@ -17,6 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from device import around, kernels, random_model, whole_model  # noqa: E402
 from device.report import Report, markdown  # noqa: E402
+
 from ninfer_jax.model import TextModel, parameters_of  # noqa: E402
 from ninfer_jax.programs.executables import MANIFEST, compile_to  # noqa: E402
 from pallas_kernels import deviceless  # noqa: E402

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "kernels")]
 
 from measures import recipes, repeats, show  # noqa: E402
+
 from ninfer_jax.config import RECIPES  # noqa: E402
 
 IDS, GIB = 500, 2**30
@@ -85,10 +86,18 @@ def test_roles_are_ordered_by_what_their_bytes_are_worth():
         sizes = {"small": (GIB, 2 * GIB), "large": (8 * GIB, 16 * GIB), "fine": (GIB // 8, GIB // 4), "all": (None, None)}[role]
         return {"role": role, "bits": bits, "in": within, "kl": kl, "kl_error": kl / 10, "bytes4": sizes[0], "bytes8": sizes[1]}
 
-    rows = [row("large", 4, "alone", 0.009), row("large", 8, "alone", 0.001), row("small", 4, "alone", 0.003),
-            row("small", 8, "alone", 0.001), row("fine", 4, "alone", 0.002), row("fine", 8, "alone", 0.001),
-            row("all", 4, "q4", 0.0101), row("large", 8, "q4", 0.0022), row("small", 8, "q4", 0.0083),
-            row("fine", 4, "q4", 0.0111)]  # fmt: skip
+    rows = [
+        row("large", 4, "alone", 0.009),
+        row("large", 8, "alone", 0.001),
+        row("small", 4, "alone", 0.003),
+        row("small", 8, "alone", 0.001),
+        row("fine", 4, "alone", 0.002),
+        row("fine", 8, "alone", 0.001),
+        row("all", 4, "q4", 0.0101),
+        row("large", 8, "q4", 0.0022),
+        row("small", 8, "q4", 0.0083),
+        row("fine", 4, "q4", 0.0111),
+    ]
     found = show.per_role(rows)
     assert [(r["role"], r["kept"], r["added"]) for r in found] == [("fine", 8, 0.125), ("small", 4, 1), ("large", 4, 8)]
     assert [r["worth"] for r in found] == pytest.approx([0.008, 0.002, 0.001])

@@ -24,10 +24,17 @@ SHARED = 16 * 1024  # of a block
 _WIDTHS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64}
 _TYPES = {"s": {"16": np.int16, "32": np.int32, "64": np.int64}, "f": {"32": np.float32}, "u": _WIDTHS, "b": _WIDTHS}
 _COMPARE = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "equ": lambda a, b: ~(a != b) | np.isnan(a) | np.isnan(b), "neu": np.not_equal,
-    "nan": lambda a, b: np.isnan(a) | np.isnan(b), "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-}  # fmt: skip
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "equ": lambda a, b: ~(a != b) | np.isnan(a) | np.isnan(b),
+    "neu": np.not_equal,
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+}
 
 
 @functools.cache
@@ -261,10 +268,19 @@ def _round(exact, mode):
 def _float(name, suffixes, a, *rest):
     wide = [x.astype(np.float64) for x in (a, *rest)]
     exact = {
-        "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
-        "div": lambda a, b: a / b, "ex2": np.exp2, "rsqrt": lambda a: 1 / np.sqrt(a), "neg": np.negative, "abs": np.abs,
-        "max": np.fmax, "min": np.fmin, "mov": lambda a: a,
-    }[name](*wide)  # fmt: skip
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "mul": lambda a, b: a * b,
+        "fma": lambda a, b, c: a * b + c,
+        "div": lambda a, b: a / b,
+        "ex2": np.exp2,
+        "rsqrt": lambda a: 1 / np.sqrt(a),
+        "neg": np.negative,
+        "abs": np.abs,
+        "max": np.fmax,
+        "min": np.fmin,
+        "mov": lambda a: a,
+    }[name](*wide)
     result = _round(exact, suffixes)
     if "ftz" in suffixes:
         result = np.where(np.abs(result) < np.finfo(np.float32).tiny, np.float32(0), result)
@@ -283,9 +299,18 @@ def _integer(name, suffixes, kind, a, *rest):
     if name in ("shl", "shr"):
         return {"shl": np.left_shift, "shr": np.right_shift}[name](a, rest[0].astype(kind))
     return {
-        "add": np.add, "sub": np.subtract, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-        "min": np.minimum, "max": np.maximum, "neg": np.negative, "not": np.invert, "mov": np.array, "cvta": np.array,
-    }[name](a, *rest)  # fmt: skip
+        "add": np.add,
+        "sub": np.subtract,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        "min": np.minimum,
+        "max": np.maximum,
+        "neg": np.negative,
+        "not": np.invert,
+        "mov": np.array,
+        "cvta": np.array,
+    }[name](a, *rest)
 
 
 def _parse(ptx):

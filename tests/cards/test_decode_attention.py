@@ -286,8 +286,7 @@ def test_compiled_for_a_4090(case):
 
 
 @pytest.mark.parametrize(
-    "name,target",
-    [("rk4v4-e8", t) for t in sorted(set(targets.names()) - {"rtx4090"})] + [("int8", "h200"), ("bf16", "h200")],
+    "name,target", [("rk4v4-e8", t) for t in sorted(set(targets.names()) - {"rtx4090"})] + [("int8", "h200"), ("bf16", "h200")]
 )
 def test_compiles_for_other_cards(name, target):
     (case,) = (c for c in cases.CASES if c.name == name)

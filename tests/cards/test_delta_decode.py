@@ -88,7 +88,7 @@ def draw(case, seed=0):
     rng = np.random.default_rng(seed)
     scales = (1, 2, 1, 0.1, 0, 0, 0, 0.4, 1, 1, 0.2)
     drawn = [(scale * rng.normal(size=s.shape)).astype(s.dtype) for s, scale in zip(case.arguments(), scales)]
-    drawn[4], *drawn[5:7] = np.asarray(case.sample_records(jax.random.key(seed))), *map(np.asarray, case.sample_waiting())
+    drawn[4], *drawn[5:7] = (np.asarray(case.sample_records(jax.random.key(seed))), *map(np.asarray, case.sample_waiting()))
     drawn[10] += 1
     projected = drawn[0]
     raw = projected[:, : case.channels].reshape(case.slots, case.rows, -1)
@@ -186,7 +186,7 @@ def test_rows_that_do_not_wait_are_not_read():
     arguments = draw(case, seed=6)
     arguments[5:7] = jnp.array([6], jnp.int32), jnp.array([2], jnp.int32)
     want = case.call(*arguments, interpret=True)
-    waiting, window = jnp.array([6, 7]), jnp.array([0, 1, 2])  # from row 6 on of 8; the window of the new rows behind them
+    waiting, window = (jnp.array([6, 7]), jnp.array([0, 1, 2]))  # from row 6 on of 8; the window of the new rows behind them
     for at, kept in ((4, waiting), (2, window)):
         arguments[at] = jnp.full_like(arguments[at], jnp.nan).at[:, kept].set(arguments[at][:, kept])
     out, conv, state, records = case.call(*arguments, interpret=True)

@@ -130,7 +130,10 @@ def check_rows_in_any_cut(case, decode, settle):
     arguments = [np.asarray(a) for a in case.sample(jax.random.key(5))]
     projected, ab, weights = arguments[0], arguments[1], arguments[7:]
     # Seven tokens a slot; a pass of four sees those that come next.
-    tokens = [np.concatenate([x.reshape(slots, 4, -1), x.reshape(slots, 4, -1)[:, ::-1][:, :3] / 2], 1).astype(x.dtype) for x in (projected, ab)]
+    tokens = [
+        np.concatenate([x.reshape(slots, 4, -1), x.reshape(slots, 4, -1)[:, ::-1][:, :3] / 2], 1).astype(x.dtype)
+        for x in (projected, ab)
+    ]
     plain, memory, outputs = [], fresh(case, arguments), []
     for row in range(7):
         out, memory = passed(decode(1), memory, np.ones(slots), [x[:, row] for x in tokens], weights)

@@ -72,9 +72,12 @@ def check_mixed(case, arguments):
     """
     number = [arguments[i].reshape(1) for i in (SLOT, COUNT)]
     got = inputs_kernel.token_inputs(
-        *(arguments[i] for i in (PROJECTED, AB, CONV, TAPS, A_LOG, DT_BIAS)), *number,
-        key_heads=case.key_heads, dim=case.dim, interpret=True,
-    )  # fmt: skip
+        *(arguments[i] for i in (PROJECTED, AB, CONV, TAPS, A_LOG, DT_BIAS)),
+        *number,
+        key_heads=case.key_heads,
+        dim=case.dim,
+        interpret=True,
+    )
     raw = np.asarray(arguments[PROJECTED], np.float64)[:, : case.channels]
     window = np.concatenate([np.asarray(arguments[CONV], np.float64)[case.slots - 1], raw])
     taps = np.asarray(arguments[TAPS], np.float64)[:, 0]

@@ -26,9 +26,15 @@ def _product(a, b):
 
     out = struct(64, 32, dtype=jnp.float32)
     return launch.launch(
-        kernel, name="product", grid=(1,), in_specs=[launch.whole(a), launch.whole(b)],
-        out_specs=launch.whole(out), out_shape=out, num_warps=4, num_stages=2,
-    )(a, b)  # fmt: skip
+        kernel,
+        name="product",
+        grid=(1,),
+        in_specs=[launch.whole(a), launch.whole(b)],
+        out_specs=launch.whole(out),
+        out_shape=out,
+        num_warps=4,
+        num_stages=2,
+    )(a, b)
 
 
 @pytest.mark.parametrize("target", targets.names())
@@ -45,9 +51,7 @@ def test_a_kernel_compiles_for_every_card(target):
 
 def test_executed_instructions_grow_with_the_loop():
     """m16n8k16 products a warp: (64 / 16)(32 / 8)(k / 16) / 4 warps."""
-    short, long = (
-        inspect.report(_product, [struct(64, k), struct(k, 32)]).kernels["product"] for k in (2048, 4096)
-    )
+    short, long = (inspect.report(_product, [struct(64, k), struct(k, 32)]).kernels["product"] for k in (2048, 4096))
     assert long.executed(4096 // 4) - short.executed(2048 // 4) == pytest.approx(
         sum(loop.instructions for loop in long.loops) * (1024 - 512) / sum(loop.tensor_ops for loop in long.loops)
     )

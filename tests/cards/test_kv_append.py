@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import inspect, kv_codecs, targets
-from pallas_kernels.kv_pages import PAGE
 from pallas_kernels.kv_append import cases, kernel
 from pallas_kernels.kv_codecs import formats
+from pallas_kernels.kv_pages import PAGE
 from pallas_kernels.lab import rows
 
 BASE = cases.SMALL[0]
@@ -183,7 +183,7 @@ def test_only_the_rows_own_places_change(format):
     """Gates and unused table entries are poison, rows without a home go to page 0, a tail of the last block nowhere."""
     case = dataclasses.replace(BASE, format=format, slots=1, dims=64)
     arguments = draw(case)
-    table, positions = np.array(arguments[6]), np.array([PAGE - 1, PAGE, 4 * PAGE + 9, -1, 5 * PAGE, 2**31 - 1, -(2**31)])
+    table, positions = (np.array(arguments[6]), np.array([PAGE - 1, PAGE, 4 * PAGE + 9, -1, 5 * PAGE, 2**31 - 1, -(2**31)]))
     table[:, 2:4] = 2**30
     projected = np.array(arguments[0])
     gates = projected[:, : 2 * case.query_heads * case.dims].reshape(7, -1, 2, case.dims)

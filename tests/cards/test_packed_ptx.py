@@ -44,7 +44,9 @@ def prmt(a, b, selector):
 
 
 def halves(v):
-    return [((v >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64) for s in (0, 16)]
+    return [
+        ((v >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64) for s in (0, 16)
+    ]
 
 
 def fma_bf16x2(a, b, c):

@@ -18,7 +18,7 @@ def tensors():
 
 @pytest.fixture(scope="session")
 def recipe() -> Recipe:
-    formats = {role: BODY for role in ("attention", "gdn", "mlp", "embed")} | {role: FINE for role in ("gdn_gate", "head", "mtp")}
+    formats = dict.fromkeys(("attention", "gdn", "mlp", "embed"), BODY) | dict.fromkeys(("gdn_gate", "head", "mtp"), FINE)
     return Recipe("test", formats)
 
 

@@ -13,37 +13,73 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from weights import tiny_path
+from ninfer_jax.checkpoints import tiny_path
 
-HK, HV, D, HIDDEN, INNER, VOCAB = 2, 6, 32, 256, 192, 1088  # three value heads a key head: their reordering is no involution
+HK, HV, D, HIDDEN, INNER, VOCAB = (2, 6, 32, 256, 192, 1088)  # three value heads a key head: their reordering is no involution
 CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_5_text", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
-    "linear_num_key_heads": HK, "linear_num_value_heads": HV, "linear_key_head_dim": D, "linear_value_head_dim": D,
-    "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "model_type": "qwen3_5_text",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "linear_num_key_heads": HK,
+    "linear_num_value_heads": HV,
+    "linear_key_head_dim": D,
+    "linear_value_head_dim": D,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
     "mtp_num_hidden_layers": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]},
-}  # fmt: skip
+}
 COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 CHANNELS = 2 * HK * D + HV * D
 
 
 def attention(prefix: str) -> dict[str, tuple[int, ...]]:
-    shapes = {"self_attn.q_proj": (256, HIDDEN), "self_attn.k_proj": (64, HIDDEN), "self_attn.v_proj": (64, HIDDEN),
-              "self_attn.o_proj": (HIDDEN, 128), "self_attn.q_norm": (64,), "self_attn.k_norm": (64,)}  # fmt: skip
+    shapes = {
+        "self_attn.q_proj": (256, HIDDEN),
+        "self_attn.k_proj": (64, HIDDEN),
+        "self_attn.v_proj": (64, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, 128),
+        "self_attn.q_norm": (64,),
+        "self_attn.k_norm": (64,),
+    }
     return {f"{prefix}{name}.weight": shape for name, shape in (shapes | rest()).items()}
 
 
 def rest() -> dict[str, tuple[int, ...]]:
-    return {"mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
-            "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}  # fmt: skip
+    return {
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    gdn = {"in_proj_qkv.weight": (CHANNELS, HIDDEN), "in_proj_z.weight": (HV * D, HIDDEN), "in_proj_a.weight": (HV, HIDDEN),
-           "in_proj_b.weight": (HV, HIDDEN), "conv1d.weight": (CHANNELS, 1, 4), "A_log": (HV,), "dt_bias": (HV,),
-           "norm.weight": (D,), "out_proj.weight": (HIDDEN, HV * D)}  # fmt: skip
-    found: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCAB, HIDDEN), "norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    gdn = {
+        "in_proj_qkv.weight": (CHANNELS, HIDDEN),
+        "in_proj_z.weight": (HV * D, HIDDEN),
+        "in_proj_a.weight": (HV, HIDDEN),
+        "in_proj_b.weight": (HV, HIDDEN),
+        "conv1d.weight": (CHANNELS, 1, 4),
+        "A_log": (HV,),
+        "dt_bias": (HV,),
+        "norm.weight": (D,),
+        "out_proj.weight": (HIDDEN, HV * D),
+    }
+    found: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
     found |= {f"layers.0.linear_attn.{name}": shape for name, shape in gdn.items()}
     found |= {f"layers.0.{name}.weight": shape for name, shape in rest().items()}
     found |= attention("layers.1.") | attention("mtp.layers.0.")
@@ -64,10 +100,16 @@ def draw(seed: int = 3) -> dict[str, np.ndarray]:
 
 def matrices(tensors: dict[str, np.ndarray]) -> list[str]:
     """Those that checkpoints in 4 or 8 bits have quantised."""
-    return [n for n, t in tensors.items() if t.ndim == 2 and "embed" not in n and "lm_head" not in n and "in_proj_a" not in n and "in_proj_b" not in n]
+    return [
+        n
+        for n, t in tensors.items()
+        if t.ndim == 2 and "embed" not in n and "lm_head" not in n and "in_proj_a" not in n and "in_proj_b" not in n
+    ]
 
 
-def write(folder: Path, stored: dict[str, torch.Tensor], quantization: dict[str, Any] | None, config: dict[str, Any] | None = None) -> Path:
+def write(
+    folder: Path, stored: dict[str, torch.Tensor], quantization: dict[str, Any] | None, config: dict[str, Any] | None = None
+) -> Path:
     """A checkpoint directory with these tensors as they are."""
     folder.mkdir(exist_ok=True)
     named = {n if n.startswith(("lm_head.", "mtp.")) else f"model.language_model.{n}": t.contiguous() for n, t in stored.items()}
@@ -151,9 +193,14 @@ def words_along_rows(codes: np.ndarray) -> np.ndarray:
 
 
 def packed(
-    folder: Path, tensors: dict[str, np.ndarray], *, group: int = 32, change: Any = None, weights: dict[str, Any] | None = None,
+    folder: Path,
+    tensors: dict[str, np.ndarray],
+    *,
+    group: int = 32,
+    change: Any = None,
+    weights: dict[str, Any] | None = None,
     format: str = "pack-quantized",
-) -> tuple[Path, dict[str, np.ndarray]]:  # fmt: skip
+) -> tuple[Path, dict[str, np.ndarray]]:
     """compressed-tensors, scales in bfloat16."""
     stored, meaning = as_bfloat16(tensors), dict(tensors)
     for name in matrices(tensors):
@@ -175,17 +222,31 @@ def packed(
 
 GGUF_TOP = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
 GGUF_NAMES = {
-    "input_layernorm.weight": "attn_norm.weight", "post_attention_layernorm.weight": "post_attention_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight", "self_attn.k_proj.weight": "attn_k.weight", "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight", "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight", "mlp.gate_proj.weight": "ffn_gate.weight", "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight", "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
-    "linear_attn.in_proj_z.weight": "attn_gate.weight", "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
-    "linear_attn.in_proj_b.weight": "ssm_beta.weight", "linear_attn.conv1d.weight": "ssm_conv1d.weight", "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.norm.weight": "ssm_norm.weight", "linear_attn.out_proj.weight": "ssm_out.weight",
-    "fc.weight": "nextn.eh_proj.weight", "pre_fc_norm_embedding.weight": "nextn.enorm.weight",
-    "pre_fc_norm_hidden.weight": "nextn.hnorm.weight", "norm.weight": "nextn.shared_head_norm.weight",
-}  # fmt: skip
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
+    "fc.weight": "nextn.eh_proj.weight",
+    "pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "norm.weight": "nextn.shared_head_norm.weight",
+}
 
 
 def gguf_name(name: str) -> str:
@@ -232,9 +293,14 @@ def is_norm(name: str) -> bool:
 
 
 def write_gguf(
-    file: Path, tensors: dict[str, np.ndarray], types: dict[str, gguf.GGMLQuantizationType], *, architecture: str = "qwen35",
-    tokenizer: bool = True, change: Any = None,
-) -> dict[str, np.ndarray]:  # fmt: skip
+    file: Path,
+    tensors: dict[str, np.ndarray],
+    types: dict[str, gguf.GGMLQuantizationType],
+    *,
+    architecture: str = "qwen35",
+    tokenizer: bool = True,
+    change: Any = None,
+) -> dict[str, np.ndarray]:
     """types: by canonical name, F32 for all others. Returns what the file stands for. change: of tensors as stored."""
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(3)
@@ -290,7 +356,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
     content = json.loads((tiny_path() / "tokenizer.json").read_text())
     names = {i: (token, gguf.TokenType.NORMAL) for token, i in content["model"]["vocab"].items()}
     for token in content["added_tokens"]:
-        names[token["id"]] = token["content"], gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
+        names[token["id"]] = (token["content"], gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED)
     for i in range(len(names), VOCAB):
         names[i] = f"[PAD{i}]", gguf.TokenType.UNUSED
     writer.add_tokenizer_model("gpt2")

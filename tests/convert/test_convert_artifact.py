@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ninfer_jax.checkpoints import Artifact, join, quantise_tensors
+from ninfer_jax.checkpoints.convert import parameter_key
 from ninfer_jax.config import ModelConfig
 from ninfer_jax.engine.convert import convert
 from ninfer_jax.engine.weights_in import ArtifactWeights, stored_recipe
 from ninfer_jax.model import TextModel, fill_arrays, parameters_of, split_model
 from pallas_kernels.matmul import QuantisedWeight
 from pallas_kernels.matmul.quantised import unpack
-from weights import Artifact, join, quantise_tensors
-from weights.convert import parameter_key
 
 DOWN = "layers.0.mlp.down_proj"
 
@@ -79,10 +79,18 @@ def test_manifest(artifact, source, recipe):
     manifest = json.loads((artifact.path / "manifest.json").read_text())
     assert manifest["config"] == formats.CONFIG and manifest["complete"] is True and manifest["version"] == 2
     file = source / "model.safetensors"
-    assert manifest["source"]["files"] == {"model.safetensors": {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}}
+    assert manifest["source"]["files"] == {
+        "model.safetensors": {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    }
     assert manifest["recipe"] == recipe.as_json() and {"jax", "orbax-checkpoint", "python"} <= manifest["packages"].keys()
     about = manifest["parameters"]["layers.1.self_attn.qkv_proj"]
-    assert (about["role"], about["kind"], about["bits"], about["group_size"], about["group"]) == ("attention", "matrix", 4, 64, "layers.1")
+    assert (about["role"], about["kind"], about["bits"], about["group_size"], about["group"]) == (
+        "attention",
+        "matrix",
+        4,
+        64,
+        "layers.1",
+    )
     words = (artifact.path / "parameters/layers.1/layers.1.self_attn.qkv_proj.words/0.0").read_bytes()
     assert hashlib.sha256(words).hexdigest() == about["arrays"]["words"]["sha256"]
     for name in formats.COPIED:
@@ -122,7 +130,11 @@ def test_tensors_that_differ_are_quantised_again(tmp_path, tensors, recipe):
     folder, *_ = formats.gptq(tmp_path / "source", tensors, change=unquantise)
     made = convert(folder, tmp_path / "made", recipe)
     (note,) = made.manifest["notes"]
-    assert note.startswith("layers.0.mlp.gate_up_proj: ") and "up_proj.weight not quantised" in note and "gate_proj.weight group 64" in note
+    assert (
+        note.startswith("layers.0.mlp.gate_up_proj: ")
+        and "up_proj.weight not quantised" in note
+        and "gate_proj.weight group 64" in note
+    )
     assert made.parameters["layers.0.mlp.gate_up_proj"].made == "quantised"
     assert made.parameters[DOWN].made == "repacked"
 
@@ -162,7 +174,7 @@ def edit(path, change):
         (lambda p: edit(p, lambda m: m["parameters"][DOWN]["arrays"]["words"].update(shape=[2, 2])), (WORDS, "8")),
         (lambda p: edit(p, lambda m: m["parameters"].pop(DOWN)), ("not in the manifest",)),
     ],
-)  # fmt: skip
+)
 def test_damage_is_found(tmp_path, artifact, refused, damage, said):
     path = shutil.copytree(artifact.path, tmp_path / "copy")
     damage(path)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import formats
 import pytest
 
+from ninfer_jax.checkpoints import is_artifact
+from ninfer_jax.checkpoints.convert import _Conversion
 from ninfer_jax.engine.convert import convert
-from weights import is_artifact
-from weights.convert import _Conversion
 
 
 @pytest.fixture

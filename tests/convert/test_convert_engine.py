@@ -17,6 +17,8 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.checkpoints import Artifact, tiny_path
+from ninfer_jax.checkpoints.convert import parameter_key
 from ninfer_jax.cli.main import app
 from ninfer_jax.cli.plan import _setup
 from ninfer_jax.config import ModelConfig
@@ -27,8 +29,6 @@ from ninfer_jax.model import TextModel, parameters_of
 from ninfer_jax.text import Tokenizer
 from pallas_kernels.embedding import QuantisedRows, lookup
 from pallas_kernels.matmul import QuantisedWeight, dequantise
-from weights import Artifact, tiny_path
-from weights.convert import parameter_key
 
 ENGINE = EngineConfig(context=256, prefill_chunk=64, kv="f32", draft=2)
 PROMPT = "Romeo. What lady is that, "
@@ -138,7 +138,20 @@ def test_a_damaged_array_is_refused_unless_nobody_wants_to_know(tmp_path, gptq):
     raw = bytearray(file.read_bytes())
     raw[0] ^= 1
     file.write_bytes(raw)
-    command = ["generate", str(path), "--prompt", "x", "--greedy", "--max-new", "2", "--context", "64", "--prefill-chunk", "64", "--json"]
+    command = [
+        "generate",
+        str(path),
+        "--prompt",
+        "x",
+        "--greedy",
+        "--max-new",
+        "2",
+        "--context",
+        "64",
+        "--prefill-chunk",
+        "64",
+        "--json",
+    ]
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 1 and refused.stdout == ""
     (line,) = refused.stderr.splitlines()
@@ -147,7 +160,9 @@ def test_a_damaged_array_is_refused_unless_nobody_wants_to_know(tmp_path, gptq):
     assert done.exit_code == 0 and len(json.loads(done.stdout)["tokens"]) == 2, done.stderr
     model = TextModel(ModelConfig.from_hf(path), jnp.float32, mtp=True)
     sound, damaged = (ArtifactWeights(p, verify=False).parameters(model, lambda *_: None) for p in (gptq[0].path, path))
-    differ = [int((np.asarray(a) != np.asarray(b)).sum()) for a, b in zip(jax.tree.leaves(sound), jax.tree.leaves(damaged), strict=True)]
+    differ = [
+        int((np.asarray(a) != np.asarray(b)).sum()) for a, b in zip(jax.tree.leaves(sound), jax.tree.leaves(damaged), strict=True)
+    ]
     assert sum(differ) == 1
 
 
@@ -206,8 +221,13 @@ def test_the_bundled_model_in_the_finer_recipe(tmp_path):
     assert bits == {("embed", 8), ("gdn", 8), ("gdn_gate", 8), ("head", 8), ("mtp", 8), ("attention", 4), ("mlp", 4)}
     values = meaning(artifact)
     with safe_open(tiny_path() / "model.safetensors", "pt") as file:
-        for name, fine in (("embed_tokens", True), ("layers.0.linear_attn.out_proj", True), ("layers.1.linear_attn.in_proj_z", True),
-                           ("layers.3.self_attn.o_proj", False), ("layers.3.mlp.down_proj", False)):  # fmt: skip
+        for name, fine in (
+            ("embed_tokens", True),
+            ("layers.0.linear_attn.out_proj", True),
+            ("layers.1.linear_attn.in_proj_z", True),
+            ("layers.3.self_attn.o_proj", False),
+            ("layers.3.mlp.down_proj", False),
+        ):
             (own,) = (n for n in file.keys() if n.endswith(f"{name}.weight") and "mtp" not in n)
             expected = file.get_tensor(own).float().numpy()
             error = np.linalg.norm(values[f"{name}.weight"] - expected) / np.linalg.norm(expected)

@@ -12,9 +12,9 @@ import formats
 import numpy as np
 import pytest
 
+from ninfer_jax.checkpoints import artifact as artifacts
+from ninfer_jax.checkpoints import convert as converting
 from ninfer_jax.engine.convert import convert
-from weights import artifact as artifacts
-from weights import convert as converting
 
 
 class Killed(BaseException):
@@ -64,9 +64,21 @@ def test_killed_at_six_points(tmp_path, monkeypatch, source, whole, recipe):
         # The third write is the one after the second group: config and tokenizer files go another way.
         ("between a save and its note", converting, "write_json", nth(2, converting.write_json), ["embedding"]),
         ("amid a later group", converting, "quantise_tensors", nth(3, converting.quantise_tensors), ["embedding"]),
-        ("while verifying", artifacts, "read_group", nth(3, artifacts.read_group), ["embedding", "layers.0", "layers.1", "head", "mtp"]),
-        ("before the manifest", converting, "write_json", nth(1, converting.write_json), ["embedding", "layers.0", "layers.1", "head", "mtp"]),
-    ]  # fmt: skip
+        (
+            "while verifying",
+            artifacts,
+            "read_group",
+            nth(3, artifacts.read_group),
+            ["embedding", "layers.0", "layers.1", "head", "mtp"],
+        ),
+        (
+            "before the manifest",
+            converting,
+            "write_json",
+            nth(1, converting.write_json),
+            ["embedding", "layers.0", "layers.1", "head", "mtp"],
+        ),
+    ]
     for where, owner, name, replacement, done in points:
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, replacement)
@@ -91,13 +103,13 @@ def test_sigkill(tmp_path, source, whole, recipe):
 import os, signal
 from ninfer_jax.config import Recipe
 from ninfer_jax.engine.convert import convert
-import weights.convert
-save = weights.convert._Conversion._save
+from ninfer_jax.checkpoints import convert as converting
+save = converting._Conversion._save
 def counted(self, group, *rest):
     if group == "layers.1":
         os.kill(os.getpid(), signal.SIGKILL)
     save(self, group, *rest)
-weights.convert._Conversion._save = counted
+converting._Conversion._save = counted
 convert({str(source)!r}, {str(made)!r}, Recipe.from_json({recipe.as_json()!r}))
 """
     killed = subprocess.run([sys.executable, "-c", script], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True)

@@ -11,19 +11,26 @@ import numpy as np
 import pytest
 import torch
 
+from ninfer_jax.checkpoints import save_checkpoint, tiny_path
+from ninfer_jax.checkpoints.sources import open_source
 from ninfer_jax.config import ModelConfig
 from ninfer_jax.text import Tokenizer
-from weights import save_checkpoint, tiny_path
-from weights.sources import open_source
 
 Q = gguf.GGMLQuantizationType
 GGUF_TYPES = {
-    "embed_tokens.weight": Q.Q8_0, "lm_head.weight": Q.BF16, "layers.0.linear_attn.in_proj_qkv.weight": Q.Q5_1,
-    "layers.0.linear_attn.in_proj_z.weight": Q.Q4_0, "layers.0.linear_attn.out_proj.weight": Q.Q4_0,
-    "layers.0.linear_attn.in_proj_a.weight": Q.F16, "layers.0.mlp.gate_proj.weight": Q.Q4_0, "layers.0.mlp.up_proj.weight": Q.Q4_0,
-    "layers.0.mlp.down_proj.weight": Q.Q5_0, "layers.1.self_attn.q_proj.weight": Q.Q4_1, "layers.1.self_attn.k_proj.weight": Q.Q4_0,
+    "embed_tokens.weight": Q.Q8_0,
+    "lm_head.weight": Q.BF16,
+    "layers.0.linear_attn.in_proj_qkv.weight": Q.Q5_1,
+    "layers.0.linear_attn.in_proj_z.weight": Q.Q4_0,
+    "layers.0.linear_attn.out_proj.weight": Q.Q4_0,
+    "layers.0.linear_attn.in_proj_a.weight": Q.F16,
+    "layers.0.mlp.gate_proj.weight": Q.Q4_0,
+    "layers.0.mlp.up_proj.weight": Q.Q4_0,
+    "layers.0.mlp.down_proj.weight": Q.Q5_0,
+    "layers.1.self_attn.q_proj.weight": Q.Q4_1,
+    "layers.1.self_attn.k_proj.weight": Q.Q4_0,
     "mtp.fc.weight": Q.Q8_0,
-}  # fmt: skip
+}
 
 
 def read_in_blocks(tensor, rows=37):
@@ -58,9 +65,14 @@ def test_block_scaled_fp8(tmp_path, tensors):
 
 @pytest.mark.parametrize(
     ("zero", "config"),
-    [(7, {}), (7, {"checkpoint_format": "gptq"}), (8, {"checkpoint_format": "gptq_v2"}),
-     (7, {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}), (8, {"quant_method": "auto-round"})],
-)  # fmt: skip
+    [
+        (7, {}),
+        (7, {"checkpoint_format": "gptq"}),
+        (8, {"checkpoint_format": "gptq_v2"}),
+        (7, {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}),
+        (8, {"quant_method": "auto-round"}),
+    ],
+)
 def test_gptq(tmp_path, tensors, zero, config):
     folder, meaning, codes = formats.gptq(tmp_path / "source", tensors, zero=zero, **config)
     source = open_source(folder)
@@ -90,7 +102,9 @@ def test_gguf(tmp_path, tensors):
     assert source.tensors["layers.0.mlp.down_proj.weight"].group is None
     for name in ("layers.0.linear_attn.out_proj.weight", "layers.0.linear_attn.in_proj_z.weight"):
         codes, scales = source.tensors[name].read_codes(0, 99)
-        np.testing.assert_array_equal((codes.reshape(*scales.shape, 32) * scales[..., None]).reshape(codes.shape), meaning[name][:99])
+        np.testing.assert_array_equal(
+            (codes.reshape(*scales.shape, 32) * scales[..., None]).reshape(codes.shape), meaning[name][:99]
+        )
 
 
 def test_gguf_blocks_of_256(tmp_path, tensors):
@@ -104,9 +118,11 @@ def test_gguf_blocks_of_256(tmp_path, tensors):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    from weights.sources.gguf_tensors import Heads, gguf_tensors
+    from ninfer_jax.checkpoints.sources.gguf_tensors import Heads, gguf_tensors
 
-    tensor = gguf_tensors({tmp_path / "one.gguf": gguf.GGUFReader(tmp_path / "one.gguf")}, 2, Heads(2, 6, 32, 32))["embed_tokens.weight"]
+    tensor = gguf_tensors({tmp_path / "one.gguf": gguf.GGUFReader(tmp_path / "one.gguf")}, 2, Heads(2, 6, 32, 32))[
+        "embed_tokens.weight"
+    ]
     assert tensor.shape == (formats.VOCAB, 256)
     np.testing.assert_array_equal(read_in_blocks(tensor), gguf.quants.dequantize(blocks, Q.Q6_K))
 
@@ -119,7 +135,11 @@ def test_gguf_alone_brings_config_and_tokenizer(tmp_path, tensors):
     text = "def f(x):\n    return x  # <think>Où est 日本?</think><|im_end|>\n"
     for special in (False, True):
         assert ours.encode(text, allow_special=special) == theirs.encode(text, allow_special=special)
-    assert (ours.vocab_size, ours.control_tokens, ours.special_ids) == (theirs.vocab_size, theirs.control_tokens, theirs.special_ids)
+    assert (ours.vocab_size, ours.control_tokens, ours.special_ids) == (
+        theirs.vocab_size,
+        theirs.control_tokens,
+        theirs.special_ids,
+    )
     assert source.companions["chat_template.jinja"] == (tiny_path() / "chat_template.jinja").read_bytes()
     assert ours.control_tokens["<|im_end|>"] in json.loads(source.companions["generation_config.json"])["eos_token_id"]
 
@@ -180,14 +200,20 @@ def test_compressed_tensors_refusals(tmp_path, tensors, refused, options, said):
 
 def test_fp8_refusals(tmp_path, tensors, refused):
     weight = {f"{DOWN}.weight": torch.zeros(256, 192).to(torch.float8_e4m3fn)}
-    refused(lambda: open_source(formats.write(tmp_path / "a", weight, {"quant_method": "fp8"})), f"{DOWN}.weight", "weight_block_size")
+    refused(
+        lambda: open_source(formats.write(tmp_path / "a", weight, {"quant_method": "fp8"})), f"{DOWN}.weight", "weight_block_size"
+    )
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     refused(lambda: open_source(formats.write(tmp_path / "b", weight, config)), f"{DOWN}.weight_scale_inv")
     bad = weight | {f"{DOWN}.weight_scale_inv": torch.zeros(2, 1)}
     refused(lambda: open_source(formats.write(tmp_path / "c", bad, config)), "weight_scale_inv", "[2, 2]")
     refused(lambda: open_source(formats.write(tmp_path / "d", weight, None)), f"{DOWN}.weight", "F8_E4M3", "no format known")
     nvfp4 = {f"{DOWN}.weight": torch.zeros(256, 96, dtype=torch.uint8), f"{DOWN}.weight_scale_2": torch.zeros(1)}
-    refused(lambda: open_source(formats.write(tmp_path / "e", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"})), DOWN, "modelopt NVFP4")
+    refused(
+        lambda: open_source(formats.write(tmp_path / "e", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"})),
+        DOWN,
+        "modelopt NVFP4",
+    )
     refused(lambda: open_source(formats.write(tmp_path / "f", nvfp4, None)), f"{DOWN}.weight_scale_2", "NVFP4")
 
 

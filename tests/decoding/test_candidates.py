@@ -15,9 +15,9 @@ whole = jax.jit(choose, static_argnums=3)
 def state_of(rng: np.random.Generator, **values: object) -> SamplingState:
     neutral = {"temperature": 1.0, "top_p": 1.0, "repetition": 1.0, "stop_ids": -1} | values
     struct = sampling_struct(SLOTS, VOCAB)._asdict()
-    return SamplingState(**{n: jnp.asarray(np.broadcast_to(neutral.get(n, 0), x.shape), x.dtype) for n, x in struct.items()})._replace(
-        key=jnp.asarray(rng.integers(0, 2**32, (SLOTS, 2)), jnp.uint32)
-    )
+    return SamplingState(
+        **{n: jnp.asarray(np.broadcast_to(neutral.get(n, 0), x.shape), x.dtype) for n, x in struct.items()}
+    )._replace(key=jnp.asarray(rng.integers(0, 2**32, (SLOTS, 2)), jnp.uint32))
 
 
 @jax.jit
@@ -34,11 +34,14 @@ def among(logits: jax.Array, state: SamplingState) -> jax.Array:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"temperature": 0.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {"temperature": 1.5, "top_k": 64},
-        {"temperature": 1.0, "top_k": 1}, {"temperature": 0.9, "top_k": 40, "min_p": 0.1},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.5, "top_k": 64},
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 0.9, "top_k": 40, "min_p": 0.1},
         {"temperature": np.where(np.arange(SLOTS) % 2, 0.0, 0.8), "top_k": 30},
     ],
-)  # fmt: skip
+)
 def test_the_same_tokens(settings: dict[str, object]) -> None:
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 2, (SLOTS, ROWS, VOCAB)).astype(np.float32)
@@ -52,11 +55,17 @@ def test_the_same_tokens(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "settings, needed",
     [
-        ({"temperature": 0}, False), ({"temperature": 1, "top_k": 64}, False), ({"temperature": 1, "top_k": 65}, True),
-        ({"temperature": 1}, True), ({"temperature": 0, "logprobs": 0}, True), ({"temperature": 0, "presence_penalty": 0.1}, True),
-        ({"temperature": 0, "frequency_penalty": -1}, True), ({"temperature": 0, "repetition_penalty": 1.1}, True),
-        ({"temperature": 0, "logit_bias": {3: 1.0}}, True), ({"temperature": 1, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, False),
+        ({"temperature": 0}, False),
+        ({"temperature": 1, "top_k": 64}, False),
+        ({"temperature": 1, "top_k": 65}, True),
+        ({"temperature": 1}, True),
+        ({"temperature": 0, "logprobs": 0}, True),
+        ({"temperature": 0, "presence_penalty": 0.1}, True),
+        ({"temperature": 0, "frequency_penalty": -1}, True),
+        ({"temperature": 0, "repetition_penalty": 1.1}, True),
+        ({"temperature": 0, "logit_bias": {3: 1.0}}, True),
+        ({"temperature": 1, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, False),
     ],
-)  # fmt: skip
+)
 def test_what_needs_all_logits(settings: dict[str, object], needed: bool) -> None:
     assert needs_all_logits(SamplingParams(**settings)) is needed

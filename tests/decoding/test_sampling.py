@@ -12,7 +12,7 @@ from ninfer_jax.decoding import choose
 from ninfer_jax.decoding import sampling as module
 from ninfer_jax.decoding.sampling import Choice, SamplingState, sampling_struct
 
-SLOTS, VOCAB = 4096, 80  # more ids than the 64 candidates; one shape nearly everywhere, because the sort compiles slowly
+SLOTS, VOCAB = (4096, 80)  # more ids than the 64 candidates; one shape nearly everywhere, because the sort compiles slowly
 
 
 def compiled():
@@ -151,9 +151,13 @@ def test_presence_frequency_and_bias(on_grid) -> None:
     for presence, frequency in ((0.7, 0.0), (0.0, 0.4), (-1.0, 0.3), (100.0, -100.0)):
         expected = softmax64(recounted(logits, generated, presence, frequency, bias))
         got = on_grid(
-            logits, presence=presence, frequency=frequency, counts=np.bincount(generated, minlength=16),
-            bias=[bias.get(t, 0.0) for t in range(16)], in_prompt=rng.random(16) < 0.5,
-        )  # fmt: skip
+            logits,
+            presence=presence,
+            frequency=frequency,
+            counts=np.bincount(generated, minlength=16),
+            bias=[bias.get(t, 0.0) for t in range(16)],
+            in_prompt=rng.random(16) < 0.5,
+        )
         np.testing.assert_allclose(got, expected, atol=1.5 / SLOTS)
 
 
@@ -258,15 +262,18 @@ def test_a_draw_is_decided_by_seed_and_index_alone() -> None:
     assert len(set(alone)) > 15
     for slot in range(3):
         mine = np.arange(3) == slot
-        for first in range(0, length - 3):
+        for first in range(length - 3):
             # Row r of this slot is token first + r; the other slots hold something else.
             rows = rng.normal(size=(3, 4, VOCAB)).astype(np.float32)
             rows[slot] = logits[first : first + 4]
             state = sampling_state(
-                3, key=np.where(mine[:, None], key, rng.integers(0, 2**31, (3, 2))),
-                emitted=np.where(mine, first, rng.integers(0, 99, 3)), temperature=np.where(mine, 1, rng.choice([0, 0.7], 3)),
-                top_k=np.where(mine, 0, rng.choice([0, 5, 70], 3)), presence=np.where(mine, 0, rng.choice([0, 1], 3)),
-            )  # fmt: skip
+                3,
+                key=np.where(mine[:, None], key, rng.integers(0, 2**31, (3, 2))),
+                emitted=np.where(mine, first, rng.integers(0, 99, 3)),
+                temperature=np.where(mine, 1, rng.choice([0, 0.7], 3)),
+                top_k=np.where(mine, 0, rng.choice([0, 5, 70], 3)),
+                presence=np.where(mine, 0, rng.choice([0, 1], 3)),
+            )
             drafts = jnp.asarray(rng.integers(0, VOCAB, (3, 3)), jnp.int32)
             tokens = np.asarray(usual(jnp.asarray(rows), state, drafts, VOCAB).token)
             np.testing.assert_array_equal(tokens[slot], alone[first : first + 4])

@@ -57,11 +57,22 @@ def sampling(slots: int, vocab: int, seed: int) -> SamplingState:
     """Plain sampling at temperature 1, every slot with its own key."""
     number, integer = jnp.zeros(slots, jnp.float32), jnp.zeros(slots, jnp.int32)
     return SamplingState(
-        temperature=number + 1, top_k=integer, top_p=number + 1, min_p=number, presence=number, frequency=number,
-        repetition=number + 1, key=jnp.stack([jnp.full(slots, seed, jnp.uint32), jnp.arange(slots, dtype=jnp.uint32)], axis=1),
-        emitted=integer, top_logprobs=jnp.zeros(slots, bool), all_logits=jnp.ones(slots, bool), stop_ids=jnp.full((slots, 16), -1), bias=jnp.zeros((slots, vocab)),
-        counts=jnp.zeros((slots, vocab), jnp.int32), in_prompt=jnp.zeros((slots, vocab), bool),
-    )  # fmt: skip
+        temperature=number + 1,
+        top_k=integer,
+        top_p=number + 1,
+        min_p=number,
+        presence=number,
+        frequency=number,
+        repetition=number + 1,
+        key=jnp.stack([jnp.full(slots, seed, jnp.uint32), jnp.arange(slots, dtype=jnp.uint32)], axis=1),
+        emitted=integer,
+        top_logprobs=jnp.zeros(slots, bool),
+        all_logits=jnp.ones(slots, bool),
+        stop_ids=jnp.full((slots, 16), -1),
+        bias=jnp.zeros((slots, vocab)),
+        counts=jnp.zeros((slots, vocab), jnp.int32),
+        in_prompt=jnp.zeros((slots, vocab), bool),
+    )
 
 
 def test_drafts_do_not_change_the_law() -> None:

@@ -12,19 +12,32 @@ import numpy as np
 import pytest
 
 from ninfer_jax import Engine, EngineConfig
+from ninfer_jax.checkpoints import save_checkpoint, tiny_path
 from ninfer_jax.config import ModelConfig
 from ninfer_jax.model import TextModel, parameter_specs
-from weights import save_checkpoint, tiny_path
 
 # The smallest geometry that has every kind of tensor. The vocabulary has to hold the bundled tokenizer's 1,024 ids.
 CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_5_text", "vocab_size": 1088, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 1, "num_key_value_heads": 1,
-    "head_dim": 64, "linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
-    "tie_word_embeddings": False, "mtp_num_hidden_layers": 1,
+    "model_type": "qwen3_5_text",
+    "vocab_size": 1088,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "mtp_num_hidden_layers": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]},
-}  # fmt: skip
+}
 COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 

@@ -8,20 +8,35 @@ import jax
 import numpy as np
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from pallas_kernels.kv_pages import read_tokens
-from weights import tiny_path
 
 Script = Callable[[list[int]], list[int]]
 
 PROMPTS = (
-    "HAMLET.\nTo be, or not to be", "ROMEO.\n", "KING HENRY.\nOnce more unto the breach", "ACT I. SCENE I.\n",
-    "def read(self, size=-1):\n", "class Queue:\n", "import os\nimport sys\n", "    def __init__(self", "Enter two Gentlemen.",
-    "MACBETH.\nIs this a dagger", "for line in file:\n", "return ", "FIRST WITCH.\nWhen shall we three",
-    "PROSPERO.\nOur revels now are ended", "try:\n    ", "The quality of mercy", "raise ValueError(", "OTHELLO.\n",
-    "<|im_start|>user\nWho are you?<|im_end|>\n", "1, 2, 3, 4, 5, 6,",
-)  # fmt: skip
+    "HAMLET.\nTo be, or not to be",
+    "ROMEO.\n",
+    "KING HENRY.\nOnce more unto the breach",
+    "ACT I. SCENE I.\n",
+    "def read(self, size=-1):\n",
+    "class Queue:\n",
+    "import os\nimport sys\n",
+    "    def __init__(self",
+    "Enter two Gentlemen.",
+    "MACBETH.\nIs this a dagger",
+    "for line in file:\n",
+    "return ",
+    "FIRST WITCH.\nWhen shall we three",
+    "PROSPERO.\nOur revels now are ended",
+    "try:\n    ",
+    "The quality of mercy",
+    "raise ValueError(",
+    "OTHELLO.\n",
+    "<|im_start|>user\nWho are you?<|im_end|>\n",
+    "1, 2, 3, 4, 5, 6,",
+)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=256, ignore_eos=True)
 
 
@@ -48,7 +63,7 @@ class ScriptedRunner(Runner):
         length = int(state.slots.length[slot])
         arrays = {"length": np.array(length)}
         for layer, (recurrent, conv) in enumerate(zip(state.recurrent, state.conv, strict=True)):
-            arrays[f"recurrent{layer}"], arrays[f"conv{layer}"] = np.asarray(recurrent[slot]), np.asarray(conv[slot, :window])
+            arrays[f"recurrent{layer}"], arrays[f"conv{layer}"] = (np.asarray(recurrent[slot]), np.asarray(conv[slot, :window]))
         for layer, pool in enumerate(state.kv):
             for at, leaf in enumerate(jax.tree.leaves(read_tokens(pool, table, length))):
                 arrays[f"pages{layer}.{at}"] = np.asarray(leaf)

@@ -105,10 +105,13 @@ def test_no_driver_is_no_card(monkeypatch):
 @pytest.mark.parametrize(
     "environment",
     [
-        {"JAX_PLATFORMS": "cpu"}, {FRACTION: "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".9"}, {PREALLOCATE: "false"},
+        {"JAX_PLATFORMS": "cpu"},
+        {FRACTION: "0.5"},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".9"},
+        {PREALLOCATE: "false"},
         {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
     ],
-)  # fmt: skip
+)
 def test_who_has_chosen_is_left_alone(monkeypatch, environment):
     monkeypatch.setattr(allocator, "card_memory", lambda: (23_000_000_000, CARD))
     if "JAX_PLATFORMS" not in environment:
@@ -124,7 +127,7 @@ import jax
 from jax._src import xla_bridge
 from ninfer_jax import Engine, EngineConfig
 from ninfer_jax.engine import allocator
-from weights import tiny_path
+from ninfer_jax.checkpoints import tiny_path
 
 def starts():
     names = allocator.FRACTION, allocator.PREALLOCATE

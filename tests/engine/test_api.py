@@ -10,7 +10,7 @@ import pytest
 from scripted import run
 
 from ninfer_jax import SamplingParams
-from weights import tiny_path
+from ninfer_jax.checkpoints import tiny_path
 
 TEXT = "HAMLET.\nGood night, sweet "
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
@@ -24,8 +24,10 @@ def engine(request):
 
 def varied(engine, **changes) -> SamplingParams:
     """Sampling that never ends by itself and, for the sake of plain text, draws no control token."""
-    banned = {token: -1e4 for token in engine.tokenizer.control_tokens.values()}
-    return SamplingParams(**{"temperature": 1.0, "seed": 4, "max_new_tokens": 48, "ignore_eos": True, "logit_bias": banned, **changes})
+    banned = dict.fromkeys(engine.tokenizer.control_tokens.values(), -10000.0)
+    return SamplingParams(
+        **{"temperature": 1.0, "seed": 4, "max_new_tokens": 48, "ignore_eos": True, "logit_bias": banned, **changes}
+    )
 
 
 def test_text_and_ids_are_the_same_prompt(engine):
@@ -146,7 +148,11 @@ def test_a_prompt_may_fill_the_context_but_for_one_token(engine):
 
 
 def test_seeds_reproduce_with_drafts_and_without(plain_engine, draft_engine):
-    for params in (varied(plain_engine, seed=1), varied(plain_engine, seed=2), varied(plain_engine, seed=2**64 - 1, top_k=30, top_p=0.9)):
+    for params in (
+        varied(plain_engine, seed=1),
+        varied(plain_engine, seed=2),
+        varied(plain_engine, seed=2**64 - 1, top_k=30, top_p=0.9),
+    ):
         expected = plain_engine.generate(TEXT, params).tokens
         assert plain_engine.generate(TEXT, params).tokens == expected
         assert draft_engine.generate(TEXT, params).tokens == expected
@@ -190,7 +196,7 @@ def test_stats_add_up(engine):
 
 def thoughtful(engine, word: str) -> SamplingParams:
     """Greedy: `word` first, then `</think>`, then what the model likes; biases win once, then the penalty beats them."""
-    banned = {token: -1e4 for token in engine.tokenizer.control_tokens.values()}
+    banned = dict.fromkeys(engine.tokenizer.control_tokens.values(), -10000.0)
     (first,) = engine.tokenizer.encode(word)
     bias = banned | {first: 180.0, engine.tokenizer.token_id("</think>"): 90.0}
     return SamplingParams(temperature=0, max_new_tokens=20, presence_penalty=100.0, frequency_penalty=100.0, logit_bias=bias)

@@ -91,7 +91,7 @@ def no_tensors(checkpoint_dir):
 
 
 def drafts_without_an_mtp_layer(checkpoint_dir):
-    return checkpoint_dir(config={"mtp_num_hidden_layers": 0}), {"draft": 2}, ("draft is 2", "no MTP head", "use draft 0")
+    return (checkpoint_dir(config={"mtp_num_hidden_layers": 0}), {"draft": 2}, ("draft is 2", "no MTP head", "use draft 0"))
 
 
 def drafts_without_mtp_tensors(checkpoint_dir, random_tensors):
@@ -157,11 +157,28 @@ def no_directory(checkpoint_dir):
 
 
 CASES = [
-    missing_shard, truncated_shard, extended_shard, index_names_an_absent_file, missing_tensor, extra_tensor, wrong_shape,
-    not_a_number, no_tensors, drafts_without_an_mtp_layer, drafts_with_half_an_mtp_head, more_tokens_than_rows,
-    end_token_that_is_none, no_end_token, no_config, no_tokenizer, damaged_tokenizer, another_architecture,
-    a_quantised_checkpoint, context_beyond_the_models, no_directory,
-]  # fmt: skip
+    missing_shard,
+    truncated_shard,
+    extended_shard,
+    index_names_an_absent_file,
+    missing_tensor,
+    extra_tensor,
+    wrong_shape,
+    not_a_number,
+    no_tensors,
+    drafts_without_an_mtp_layer,
+    drafts_with_half_an_mtp_head,
+    more_tokens_than_rows,
+    end_token_that_is_none,
+    no_end_token,
+    no_config,
+    no_tokenizer,
+    damaged_tokenizer,
+    another_architecture,
+    a_quantised_checkpoint,
+    context_beyond_the_models,
+    no_directory,
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -200,16 +217,34 @@ def test_engine_options(options, parts):
 @pytest.mark.parametrize(
     ("field", "value", "flag"),
     [
-        ("temperature", -0.5, "--temperature"), ("temperature", float("nan"), "--temperature"), ("top_k", -2, "--top-k"),
-        ("top_p", -0.1, "--top-p"), ("top_p", float("nan"), "--top-p"), ("top_p", 1.1, "--top-p"), ("min_p", -1.0, "--min-p"),
-        ("max_new_tokens", 0, "--max-new"), ("max_new_tokens", -3, "--max-new"), ("seed", -1, "--seed"), ("stop", [""], "--stop"),
-        ("presence_penalty", float("nan"), None), ("frequency_penalty", float("inf"), None), ("repetition_penalty", -1.0, None),
-        ("repetition_penalty", 0.0, None), ("logprobs", 21, None), ("logit_bias", {3: float("nan")}, None), ("logit_bias", {-3: 1.0}, None),
-        ("stop_ids", [-1], None), ("stop_ids", list(range(17)), None), ("stop", "END", None), ("temperature", "hot", None),
-        ("temperature", True, None), ("top_k", 1.5, None), ("ignore_eos", "no", None),
+        ("temperature", -0.5, "--temperature"),
+        ("temperature", float("nan"), "--temperature"),
+        ("top_k", -2, "--top-k"),
+        ("top_p", -0.1, "--top-p"),
+        ("top_p", float("nan"), "--top-p"),
+        ("top_p", 1.1, "--top-p"),
+        ("min_p", -1.0, "--min-p"),
+        ("max_new_tokens", 0, "--max-new"),
+        ("max_new_tokens", -3, "--max-new"),
+        ("seed", -1, "--seed"),
+        ("stop", [""], "--stop"),
+        ("presence_penalty", float("nan"), None),
+        ("frequency_penalty", float("inf"), None),
+        ("repetition_penalty", -1.0, None),
+        ("repetition_penalty", 0.0, None),
+        ("logprobs", 21, None),
+        ("logit_bias", {3: float("nan")}, None),
+        ("logit_bias", {-3: 1.0}, None),
+        ("stop_ids", [-1], None),
+        ("stop_ids", list(range(17)), None),
+        ("stop", "END", None),
+        ("temperature", "hot", None),
+        ("temperature", True, None),
+        ("top_k", 1.5, None),
+        ("ignore_eos", "no", None),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_sampling_values(field, value, flag):
     refused(lambda: SamplingParams(**{field: value}), field)
     if flag:
@@ -280,16 +315,16 @@ def test_messages_without_a_template(plain_engine, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b"[{\"role\": \"user\", \"content\": \"caf\xe9\"}]", ("not UTF-8", "byte 33")),
+        (b'[{"role": "user", "content": "caf\xe9"}]', ("not UTF-8", "byte 33")),
         (b"[{'role': 'user'}]", ("not JSON", "line 1")),
         (b"{}", ("must hold a list of messages",)),
         (b"[]", ("must hold a list of messages",)),
-        (b"[\"x\"]", ("must hold a list of messages",)),
+        (b'["x"]', ("must hold a list of messages",)),
         (b"[" * 200_000, ("nested too deeply",)),
         (None, ("No such file",)),
     ],
     ids=lambda value: None,
-)  # fmt: skip
+)
 def test_message_files(tmp_path, content, parts):
     file = tmp_path / "messages.json"
     if content is not None:

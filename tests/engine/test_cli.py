@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ninfer_jax import Engine, SamplingParams
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.cli.main import app
-from weights import tiny_path
 
 TEXT = "ROMEO.\nWhat lady is that, "
 COMMON = ("--context", "512", "--kv", "f32", "--max-new", "24")
@@ -44,9 +44,13 @@ def test_json_from_stdin_with_drafts(plain_engine):
     answer = json.loads(done.stdout)
     stats = answer.pop("stats")
     assert answer == {
-        "tokens": expected.tokens, "text": expected.text, "reasoning": expected.reasoning, "device": plain_engine.device,
-        "finish_reason": expected.finish_reason, "prompt_tokens": expected.prompt_tokens,
-    }  # fmt: skip
+        "tokens": expected.tokens,
+        "text": expected.text,
+        "reasoning": expected.reasoning,
+        "device": plain_engine.device,
+        "finish_reason": expected.finish_reason,
+        "prompt_tokens": expected.prompt_tokens,
+    }
     assert set(stats) == {"prefill_s", "decode_s", "rounds", "drafted", "accepted", "compilations", "kv_bytes_per_token"}
     assert stats["drafted"] == 2 * stats["rounds"] > 0
     assert stats["compilations"] > 0 and stats["kv_bytes_per_token"] == plain_engine.kv_bytes_per_token
@@ -84,7 +88,23 @@ def test_the_model_argument(invoke, tmp_path, monkeypatch):
 
 
 def test_options_reach_the_configuration(invoke):
-    invoke("m", "--prompt", "x", "--max-new", "1", "--context", "300", "--kv", "rk4v4", "--draft", "4", "--slots", "3", "--dtype", "bfloat16")
+    invoke(
+        "m",
+        "--prompt",
+        "x",
+        "--max-new",
+        "1",
+        "--context",
+        "300",
+        "--kv",
+        "rk4v4",
+        "--draft",
+        "4",
+        "--slots",
+        "3",
+        "--dtype",
+        "bfloat16",
+    )
     config = invoke.asked["config"]
     assert invoke.asked["verify"]
     assert (config.context, config.kv, config.draft, config.slots, config.dtype) == (300, "rk4v4", 4, 3, "bfloat16")
@@ -122,5 +142,16 @@ def test_stdin_is_taken_as_it_is(invoke, plain_engine):
 def test_help_names_every_option():
     result = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
-    for option in ("--prompt", "--messages", "--greedy", "--draft", "--kv", "--context", "--stop", "--json", "--no-thinking", "--no-verify"):
+    for option in (
+        "--prompt",
+        "--messages",
+        "--greedy",
+        "--draft",
+        "--kv",
+        "--context",
+        "--stop",
+        "--json",
+        "--no-thinking",
+        "--no-verify",
+    ):
         assert option in result.stdout

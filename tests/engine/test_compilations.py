@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.programs import compilations
-from weights import tiny_path
 
 
 def varied(rng: random.Random) -> SamplingParams:

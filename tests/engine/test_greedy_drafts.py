@@ -28,7 +28,9 @@ def plain_answers():
 
 
 @pytest.mark.parametrize(
-    ("draft", "kv"), [(k, kv) for kv in ("bf16", "rk4v4-e8") for k in (1, 2, 3, 4, 5)] + [(3, kv) for kv in FORMATS if kv not in ("bf16", "rk4v4-e8")]
+    ("draft", "kv"),
+    [(k, kv) for kv in ("bf16", "rk4v4-e8") for k in (1, 2, 3, 4, 5)]
+    + [(3, kv) for kv in FORMATS if kv not in ("bf16", "rk4v4-e8")],
 )
 def test_greedy_with_drafts_equals_greedy_without(draft, kv, plain_answers):
     engine = load(draft, kv)

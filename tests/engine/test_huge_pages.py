@@ -25,7 +25,9 @@ def test_numbers_stay_and_memory_is_advised(rows, dtype):
 
 
 def test_small_arrays_and_scalars_are_left_alone():
-    np.testing.assert_array_equal(np.asarray(on_cpu([np.ones((3, 4), np.float32), np.zeros((1, 4), np.float32)])), [[1] * 4] * 3 + [[0] * 4])
+    np.testing.assert_array_equal(
+        np.asarray(on_cpu([np.ones((3, 4), np.float32), np.zeros((1, 4), np.float32)])), [[1] * 4] * 3 + [[0] * 4]
+    )
     assert on_cpu([np.float32(2.5)]).shape == ()
 
 

@@ -14,7 +14,13 @@ def answers(engine):
     """Five requests over two slots; one ends inside by a stop string, one is abandoned while its next round runs."""
     plain = engine.generate("ROMEO.\n", GREEDY)
     word = plain.text.split()[2]
-    requests = [GREEDY, replace(GREEDY, stop=(word,)), replace(GREEDY, max_new_tokens=7), replace(GREEDY, temperature=0.8, seed=3), GREEDY]
+    requests = [
+        GREEDY,
+        replace(GREEDY, stop=(word,)),
+        replace(GREEDY, max_new_tokens=7),
+        replace(GREEDY, temperature=0.8, seed=3),
+        GREEDY,
+    ]
     stream = engine.stream("JULIET.\n", GREEDY)
     next(stream)
     stream.close()

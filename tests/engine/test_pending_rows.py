@@ -109,7 +109,11 @@ def test_prefill_lets_what_waits_in_its_slot_enter_first(together):
         state, hidden = programs.prefill(runner._parameters, runner.state, inputs)
         assert_same(arrays_of(state, 1), before)
         assert int(state.pending.count[0]) == int(state.pending.start[0]) == 0
-        return [np.asarray(hidden[:3]), *(np.asarray(x[0]) for x in state.recurrent), *(np.asarray(x[0, :WINDOW]) for x in state.conv)]
+        return [
+            np.asarray(hidden[:3]),
+            *(np.asarray(x[0]) for x in state.recurrent),
+            *(np.asarray(x[0, :WINDOW]) for x in state.conv),
+        ]
 
     assert_same(append(settle=False), append(settle=True))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
-from weights import tiny_path
+from ninfer_jax.checkpoints import tiny_path
 
 PROMPT = "SECOND LORD.\nI would not, by my will, "
 TEXT = PROMPT * 20

@@ -99,7 +99,7 @@ def test_a_sampled_answer_is_the_same_with_drafts_and_beside_others(pair):
     crowd = load(3, "rk4v4-e8", slots=4, context=256)
     beside = crowd.generate_many(PROMPTS[:4], SAMPLED)
     assert [c.tokens for c in beside] == alone
-    assert 0 < sum(c.stats.accepted for c in beside)
+    assert sum(c.stats.accepted for c in beside) > 0
 
 
 def test_a_finished_run_leaves_the_slot_as_new(pair, prompt):
@@ -117,13 +117,18 @@ def test_rows_in_one_pass_agree_with_rows_one_by_one(prompt):
     engine = load(3, "f32", context=256)
     truth, snapshots = run(engine, prompt, GREEDY, budget=48)
     together = Programs(
-        TextModel(engine.model_config, jnp.dtype("float32"), mtp=True), engine.programs.shape._replace(rows_together=True),
-        engine.programs.chunk, engine.tokenizer.vocab_size, "cpu",
-    )  # fmt: skip
+        TextModel(engine.model_config, jnp.dtype("float32"), mtp=True),
+        engine.programs.shape._replace(rows_together=True),
+        engine.programs.chunk,
+        engine.tokenizer.vocab_size,
+        "cpu",
+    )
     engine._programs = together
     sequence, states = run(engine, prompt, GREEDY, budget=48)
     assert sequence.tokens == truth.tokens and states.keys() == snapshots.keys()
     for emitted, arrays in states.items():
         for name, array in arrays.items():
             scale = np.abs(snapshots[emitted][name]).max()
-            np.testing.assert_allclose(array, snapshots[emitted][name], atol=2e-5 * max(scale, 1), err_msg=f"{name} after {emitted}")
+            np.testing.assert_allclose(
+                array, snapshots[emitted][name], atol=2e-5 * max(scale, 1), err_msg=f"{name} after {emitted}"
+            )

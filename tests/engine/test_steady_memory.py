@@ -23,12 +23,20 @@ def live() -> tuple[int, int]:
 def settings(rng: random.Random, at: int) -> SamplingParams:
     """Every branch of the sampler; the seed makes a second run the same."""
     return SamplingParams(
-        max_new_tokens=rng.randint(1, 4), temperature=rng.choice((0, 0.5, 1.3)), top_k=rng.choice((0, 1, 20, 500)),
-        top_p=rng.choice((1.0, 0.9, 0.0)), min_p=rng.choice((0.0, 0.1)), presence_penalty=rng.choice((0.0, 1.0)),
-        frequency_penalty=rng.choice((0.0, 0.5)), repetition_penalty=rng.choice((1.0, 1.2)),
-        logit_bias=rng.choice(({}, {5: 3.0, 7: -100.0})), logprobs=rng.choice((None, 0, 5)), seed=at,
-        stop=rng.choice(((), ("e",), ("\n\n", "the"))), ignore_eos=rng.random() < 0.5,
-    )  # fmt: skip
+        max_new_tokens=rng.randint(1, 4),
+        temperature=rng.choice((0, 0.5, 1.3)),
+        top_k=rng.choice((0, 1, 20, 500)),
+        top_p=rng.choice((1.0, 0.9, 0.0)),
+        min_p=rng.choice((0.0, 0.1)),
+        presence_penalty=rng.choice((0.0, 1.0)),
+        frequency_penalty=rng.choice((0.0, 0.5)),
+        repetition_penalty=rng.choice((1.0, 1.2)),
+        logit_bias=rng.choice(({}, {5: 3.0, 7: -100.0})),
+        logprobs=rng.choice((None, 0, 5)),
+        seed=at,
+        stop=rng.choice(((), ("e",), ("\n\n", "the"))),
+        ignore_eos=rng.random() < 0.5,
+    )
 
 
 def serve(engine: Engine, rng: random.Random, first: int, count: int) -> None:

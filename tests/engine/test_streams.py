@@ -115,7 +115,19 @@ def test_an_exception_in_a_callback_frees_the_slot(draft_engine, alone, idle):
 def test_a_bad_request_hurts_nobody(draft_engine, alone, idle):
     stream = draft_engine.stream(*REQUESTS[0])
     first = next(stream)
-    for bad in ("", [], [99_999], [-1], [1.5], [True], {"a": 1}, None, [[1, 2]], list(range(512)), [{"role": "cook", "content": "x"}]):
+    for bad in (
+        "",
+        [],
+        [99_999],
+        [-1],
+        [1.5],
+        [True],
+        {"a": 1},
+        None,
+        [[1, 2]],
+        list(range(512)),
+        [{"role": "cook", "content": "x"}],
+    ):
         with pytest.raises(ValueError):
             draft_engine.generate(bad, params(0, 5))
     with pytest.raises(ValueError, match="prompt is empty"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from sample_text import TEXT
 
 from ninfer_jax import Engine, EngineConfig
-from sample_text import TEXT
-from weights import tiny_path
+from ninfer_jax.checkpoints import tiny_path
 
 
 @pytest.fixture(scope="session")

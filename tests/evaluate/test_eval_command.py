@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+from sample_text import TEXT
 from typer.testing import CliRunner
 
 from ninfer_jax import Engine
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.cli.evaluate import Job
 from ninfer_jax.cli.main import app
 from ninfer_jax.evaluate.divergence import compare, decode_logprobs
 from ninfer_jax.evaluate.perplexity import text_loss
-from sample_text import TEXT
-from weights import tiny_path
 
 
 @pytest.fixture

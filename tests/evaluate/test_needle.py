@@ -77,8 +77,13 @@ def test_the_grid_says_what_was_found():
     reader = Reader(sight=400)
     cells = needle_grid(reader, HAY, [300, 800], DEPTHS, 2, 0, True, lambda done, total: told.append((done, total)))
     assert {(c.length, c.depth): c.found for c in cells} == {
-        (300, 0.0): 1, (300, 0.5): 1, (300, 1.0): 1, (800, 0.0): 1, (800, 0.5): 0, (800, 1.0): 0,
-    }  # fmt: skip
+        (300, 0.0): 1,
+        (300, 0.5): 1,
+        (300, 1.0): 1,
+        (800, 0.0): 1,
+        (800, 0.5): 0,
+        (800, 1.0): 0,
+    }
     assert all(c.asked == 2 and c.answer_nats is None for c in cells)
     assert told[-1] == (12, 12) and len(reader.asked) == 12
 

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from sample_text import TEXT
 
 from ninfer_jax.evaluate.perplexity import text_loss, token_logprobs
-from sample_text import TEXT
 
 
 def logprob(engine, history: list[int], token: int) -> float:

@@ -34,7 +34,9 @@ def in_stored_basis(q: np.ndarray, format: str) -> np.ndarray:
     return q.astype(np.float32)
 
 
-def run_decode(q: np.ndarray, pool: KVPages, tables: np.ndarray, positions: np.ndarray, filled: np.ndarray, format: str) -> jax.Array:
+def run_decode(
+    q: np.ndarray, pool: KVPages, tables: np.ndarray, positions: np.ndarray, filled: np.ndarray, format: str
+) -> jax.Array:
     return jit_decode_attend(in_stored_basis(q, format), pool, tables, positions, filled, format)
 
 
@@ -119,7 +121,9 @@ def test_decode_attention(format: str, rows: int) -> None:
                 k, v = stored(k, format, "k"), stored(v, format, "v")
                 for r, position in enumerate(positions[slot]):
                     expected[slot, r] = attend(q[slot, r], k[: position + 1], v[: position + 1])
-        clean, poisoned = (np.asarray(run_decode(q, pool, tables, positions, np.array(lengths, np.int32), format)) for pool in pools)
+        clean, poisoned = (
+            np.asarray(run_decode(q, pool, tables, positions, np.array(lengths, np.int32), format)) for pool in pools
+        )
         np.testing.assert_allclose(clean, expected, rtol=2e-5, atol=2e-5)
         np.testing.assert_array_equal(clean, poisoned)
         assert not clean[np.array(lengths) == 0].any()

@@ -213,7 +213,9 @@ def test_causal_conv(width: int) -> None:
 
 def test_l2_normalise() -> None:
     rng = np.random.default_rng(5)
-    x = np.concatenate([rng.normal(size=(4, 32)) * scale for scale in (1e3, 1.0, 1e-3, 1e-6)] + [np.zeros((1, 32))]).astype(np.float32)
+    x = np.concatenate([rng.normal(size=(4, 32)) * scale for scale in (1e3, 1.0, 1e-3, 1e-6)] + [np.zeros((1, 32))]).astype(
+        np.float32
+    )
     exact = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).sum(-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(l2_normalise(jnp.asarray(x)), exact, rtol=1e-6)
     assert l2_normalise(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.float32

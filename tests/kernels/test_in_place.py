@@ -51,10 +51,26 @@ def nbytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 def tiny_model() -> ModelConfig:
     return ModelConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=64, layer_types=(LINEAR, FULL), query_heads=2, kv_heads=2, head_dim=64,
-        rotary_dim=16, rope_theta=1e4, mrope_section=(3, 3, 2), gdn_key_heads=1, gdn_value_heads=2, gdn_key_dim=16,
-        gdn_value_dim=16, conv_width=4, rms_norm_eps=1e-6, max_positions=262_144, tied_embeddings=True, mtp_layers=1,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        layer_types=(LINEAR, FULL),
+        query_heads=2,
+        kv_heads=2,
+        head_dim=64,
+        rotary_dim=16,
+        rope_theta=1e4,
+        mrope_section=(3, 3, 2),
+        gdn_key_heads=1,
+        gdn_value_heads=2,
+        gdn_key_dim=16,
+        gdn_value_dim=16,
+        conv_width=4,
+        rms_norm_eps=1e-6,
+        max_positions=262_144,
+        tied_embeddings=True,
+        mtp_layers=1,
+    )
 
 
 @pytest.mark.parametrize("rows_together", [False, True])
@@ -84,7 +100,9 @@ def test_attention_decodes_no_pool(format: str) -> None:
     pool = pages_struct(format, PAGES, 2, 128)
 
     def both(pool, q, table, number):
-        decoded = decode_reference.attend(q[None], pool, table[None], jnp.stack([number, number + 1])[None], number[None] + 2, format)
+        decoded = decode_reference.attend(
+            q[None], pool, table[None], jnp.stack([number, number + 1])[None], number[None] + 2, format
+        )
         return pool, decoded, prefill_reference.attend(q, pool, table, number, number, format)
 
     q, table, number = (jax.ShapeDtypeStruct(*x) for x in (((2, 4, 128), jnp.float32), ((7,), jnp.int32), ((), jnp.int32)))

@@ -116,9 +116,13 @@ def test_bytes_per_vector(format, k_bytes, v_bytes):
 def test_struct_describes_what_encode_returns(format, part):
     for leading, head_dim in (((), 64), ((5,), 128), ((2, 3, 4), HEAD_DIM)):
         struct = packed_struct(format, part, leading, head_dim)
-        encoded = jax.eval_shape(partial(encode, format=format, part=part), jax.ShapeDtypeStruct((*leading, head_dim), jnp.bfloat16))
+        encoded = jax.eval_shape(
+            partial(encode, format=format, part=part), jax.ShapeDtypeStruct((*leading, head_dim), jnp.bfloat16)
+        )
         assert struct == encoded
-        assert jax.eval_shape(partial(decode, format=format, part=part), struct) == jax.ShapeDtypeStruct((*leading, head_dim), jnp.float32)
+        assert jax.eval_shape(partial(decode, format=format, part=part), struct) == jax.ShapeDtypeStruct(
+            (*leading, head_dim), jnp.float32
+        )
         assert struct.nbytes == bytes_per_vector(format, part, head_dim) * int(np.prod(leading))
 
 
@@ -316,7 +320,9 @@ def test_signal_to_noise(format, part, gaussian_db, heavy_db, gaussian_vectors, 
     assert measured[0] >= floors.get(format, 40)
 
 
-@pytest.mark.parametrize("one, other", [(("rk8v4", "v"), ("rk4v4", "v")), (("rk4v4", "k"), ("rk4v4", "v")), (("rk4v4-e8", "k"), ("rk4v4-e8", "v"))])
+@pytest.mark.parametrize(
+    "one, other", [(("rk8v4", "v"), ("rk4v4", "v")), (("rk4v4", "k"), ("rk4v4", "v")), (("rk4v4-e8", "k"), ("rk4v4-e8", "v"))]
+)
 def test_layouts_shared_by_parts(one, other):
     x = gaussian(8, HEAD_DIM)
     jax.tree.map(np.testing.assert_array_equal, jit_encode(x, *one), jit_encode(x, *other))
@@ -402,8 +408,14 @@ def test_a_vector_is_encoded_the_same_alone_and_among_others(format, part):
         (lambda: check_format("q4_0"), "kv format 'q4_0' is unknown; known formats: f32, bf16, int8, rk8v4, rk4v4, rk4v4-e8"),
         (lambda: uses_rotation("RK4V4"), "kv format 'RK4V4' is unknown; known formats: f32, bf16, int8, rk8v4, rk4v4, rk4v4-e8"),
         (lambda: check_format("int8", 96), "head_dim 96 does not fit kv format 'int8': it must be a positive multiple of 64"),
-        (lambda: encode(gaussian(2, 80), "rk4v4"), "head_dim 80 does not fit kv format 'rk4v4': it must be a positive multiple of 64"),
-        (lambda: packed_struct("f32", "k", (1,), 0), "head_dim 0 does not fit kv format 'f32': it must be a positive multiple of 64"),
+        (
+            lambda: encode(gaussian(2, 80), "rk4v4"),
+            "head_dim 80 does not fit kv format 'rk4v4': it must be a positive multiple of 64",
+        ),
+        (
+            lambda: packed_struct("f32", "k", (1,), 0),
+            "head_dim 0 does not fit kv format 'f32': it must be a positive multiple of 64",
+        ),
         (lambda: encode(gaussian(2, 64), "rk8v4", "values"), "kv part 'values' is unknown; known parts: k, v"),
         (lambda: encode(np.ones((2, 64), np.int32), "bf16"), "encode: x has dtype int32, it must be a float dtype"),
         (lambda: rotate(gaussian(2, 32)), "rotate: the last axis has 32 dims, it must be a positive multiple of 64"),

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ninfer_jax.checkpoints import Checkpoint, load_parameters
 from ninfer_jax.config import PAGE, EngineConfig, ModelConfig
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.model import TextModel, fill, parameter_specs, split_model
 from ninfer_jax.programs import PrefillInputs, Programs, RoundOutput, admission
 from ninfer_jax.state import PageAllocator, State, allocate_state, state_shape
 from pallas_kernels.kv_codecs import Packed
-from weights import Checkpoint, load_parameters
 
 CHUNK = 256
 CONTEXT = 320
@@ -25,15 +25,20 @@ class Harness:
     """A checkpoint loaded and its programs, compiled when first used. rows_together: verify as a GPU does, all rows in one pass."""
 
     def __init__(
-        self, directory: Path, *, draft: int = 0, kv: str = "f32", dtype: jnp.dtype = jnp.float32, slots: int = 1, rows_together: bool = False
+        self,
+        directory: Path,
+        *,
+        draft: int = 0,
+        kv: str = "f32",
+        dtype: jnp.dtype = jnp.float32,
+        slots: int = 1,
+        rows_together: bool = False,
     ):
         self.config = ModelConfig.from_hf(directory)
         model = TextModel(self.config, dtype, mtp=draft > 0)
         self._graph, described = split_model(model)
         unused = () if draft else ("mtp.",)
-        arrays = load_parameters(
-            Checkpoint.open(directory), parameter_specs(model), ignore_prefixes=unused, device_put=jnp.asarray
-        )
+        arrays = load_parameters(Checkpoint.open(directory), parameter_specs(model), ignore_prefixes=unused, device_put=jnp.asarray)
         self.parameters = fill(described, arrays)
         engine = EngineConfig(context=CONTEXT, slots=slots, draft=draft, kv=kv, prefill_chunk=CHUNK)
         self.shape = state_shape(self.config, engine, kv, dtype, rows_together)
@@ -67,12 +72,7 @@ class Sequence:
         self.state: State = self._programs.admit(state, admission(int(self._slot), self.table, CONTEXT, params, 0, ()))
 
     def prefill(
-        self,
-        ids: np.ndarray,
-        cut: int | None = None,
-        positions: np.ndarray | None = None,
-        padding: int = 0,
-        following: int = -1,
+        self, ids: np.ndarray, cut: int | None = None, positions: np.ndarray | None = None, padding: int = 0, following: int = -1
     ) -> np.ndarray:
         """Append `ids` in pieces of `cut` tokens; padding rows get the id `padding`. `following` is the token after the last, if known.
         Returns the final-normed hidden `[tokens, hidden]`."""

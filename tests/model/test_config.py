@@ -108,7 +108,9 @@ def test_layer_types_derived_from_the_interval():
 
 
 def test_tied_embeddings_may_stand_outside_the_text_config():
-    assert ModelConfig.from_hf(QWEN_27B | {"text_config": text(tie_word_embeddings="absent"), "tie_word_embeddings": True}).tied_embeddings
+    assert ModelConfig.from_hf(
+        QWEN_27B | {"text_config": text(tie_word_embeddings="absent"), "tie_word_embeddings": True}
+    ).tied_embeddings
     assert ModelConfig.from_hf(text(tie_word_embeddings=True)).tied_embeddings
 
 
@@ -175,7 +177,14 @@ def test_a_quantised_checkpoint_says_what_to_do():
 
 @pytest.mark.parametrize(
     "key, value",
-    [("rope_type", "yarn"), ("type", "mrope"), ("mrope_interleaved", False), ("factor", 4.0), ("mrope_section", [11, 11, 11]), ("partial_rotary_factor", 2.0)],
+    [
+        ("rope_type", "yarn"),
+        ("type", "mrope"),
+        ("mrope_interleaved", False),
+        ("factor", 4.0),
+        ("mrope_section", [11, 11, 11]),
+        ("partial_rotary_factor", 2.0),
+    ],
 )
 def test_rope_that_is_not_implemented(key, value):
     refused(rope(**{key: value}), key)
@@ -184,11 +193,22 @@ def test_rope_that_is_not_implemented(key, value):
 @pytest.mark.parametrize(
     "key",
     [
-        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-        "linear_conv_kernel_dim", "rms_norm_eps", "max_position_embeddings", "rope_parameters",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "rope_parameters",
     ],
-)  # fmt: skip
+)
 def test_a_missing_key(key):
     refused(text(**{key: "absent"}), key, "missing")
 
@@ -214,12 +234,24 @@ def test_layer_types_that_do_not_add_up(config, parts):
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("vocab_size", "248320"), ("vocab_size", 0), ("hidden_size", 5120.0), ("num_attention_heads", -24), ("num_key_value_heads", 0),
-        ("linear_num_key_heads", 0), ("head_dim", True), ("rms_norm_eps", "1e-6"), ("rms_norm_eps", 0), ("num_hidden_layers", "64"),
-        ("mtp_num_hidden_layers", True), ("mtp_num_hidden_layers", -1), ("tie_word_embeddings", "no"), ("layer_types", 5),
-        ("layer_types", []), ("layer_types", [["full_attention"]] * 64),
+        ("vocab_size", "248320"),
+        ("vocab_size", 0),
+        ("hidden_size", 5120.0),
+        ("num_attention_heads", -24),
+        ("num_key_value_heads", 0),
+        ("linear_num_key_heads", 0),
+        ("head_dim", True),
+        ("rms_norm_eps", "1e-6"),
+        ("rms_norm_eps", 0),
+        ("num_hidden_layers", "64"),
+        ("mtp_num_hidden_layers", True),
+        ("mtp_num_hidden_layers", -1),
+        ("tie_word_embeddings", "no"),
+        ("layer_types", 5),
+        ("layer_types", []),
+        ("layer_types", [["full_attention"]] * 64),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_is_no_size(key, value):
     refused(text(**{key: value}), f"{key} is {value!r}")
 
@@ -230,7 +262,13 @@ def test_an_interval_that_is_no_size():
 
 @pytest.mark.parametrize(
     "key, value",
-    [("rope_theta", "1e7"), ("rope_theta", -1.0), ("rope_theta", float("nan")), ("partial_rotary_factor", "0.25"), ("mrope_section", 32)]
+    [
+        ("rope_theta", "1e7"),
+        ("rope_theta", -1.0),
+        ("rope_theta", float("nan")),
+        ("partial_rotary_factor", "0.25"),
+        ("mrope_section", 32),
+    ]
     + [("mrope_section", bad) for bad in ([40, -4, -4], [16, 16], ["11", "11", "10"])],
 )
 def test_a_rope_value_that_is_no_number(key, value):

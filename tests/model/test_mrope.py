@@ -39,7 +39,9 @@ def test_angles_and_rotation(section, factor, close):
     cos, sin = rotary(jnp.asarray(positions), config, jnp.float32)
     embedding = Qwen3_5TextRotaryEmbedding(Qwen3_5TextConfig(**text))
     their_cos, their_sin = embedding(torch.zeros(1), torch.as_tensor(positions)[:, None])
-    their_q, their_k = apply_rotary_pos_emb(torch.as_tensor(q)[None], torch.as_tensor(k)[None], their_cos, their_sin, unsqueeze_dim=2)
+    their_q, their_k = apply_rotary_pos_emb(
+        torch.as_tensor(q)[None], torch.as_tensor(k)[None], their_cos, their_sin, unsqueeze_dim=2
+    )
 
     half = cos.shape[1]
     # Angles reach 5000, where one float32 step is 5e-4.

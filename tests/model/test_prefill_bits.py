@@ -26,15 +26,11 @@ def assert_same_bits(ours, theirs):
 @pytest.mark.parametrize("name", CASES)
 def test_cuts_at_multiples_of_64(name, length, cut, harness, ids):
     whole, pieces = harness(name).sequence(), harness(name).sequence()
-    assert_same_bits(
-        contents(pieces, pieces.prefill(ids[:length], cut=cut)), contents(whole, whole.prefill(ids[:length]))
-    )
+    assert_same_bits(contents(pieces, pieces.prefill(ids[:length], cut=cut)), contents(whole, whole.prefill(ids[:length])))
 
 
 @pytest.mark.parametrize("length", [1, 63, 65, 200])
 @pytest.mark.parametrize("name", CASES)
 def test_padding_rows(name, length, harness, ids):
     zeros, others = harness(name).sequence(), harness(name).sequence()
-    assert_same_bits(
-        contents(others, others.prefill(ids[:length], padding=7)), contents(zeros, zeros.prefill(ids[:length]))
-    )
+    assert_same_bits(contents(others, others.prefill(ids[:length], padding=7)), contents(zeros, zeros.prefill(ids[:length])))

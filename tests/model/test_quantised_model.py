@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ninfer_jax.checkpoints import join, quantise_tensors
 from ninfer_jax.config import FULL, LINEAR, EngineConfig, ModelConfig, Recipe, WeightFormat
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.model import TextModel, fill, fill_arrays, parameters_of, split_model
@@ -17,13 +18,28 @@ from ninfer_jax.state import allocate_state, state_shape
 from pallas_kernels import launch
 from pallas_kernels.embedding import QuantisedRows, lookup
 from pallas_kernels.matmul import QuantisedWeight, dequantise, quantise
-from weights import join, quantise_tensors
 
 CONFIG = ModelConfig(
-    vocab_size=300, hidden_size=128, intermediate_size=128, layer_types=(LINEAR, LINEAR, LINEAR, FULL), query_heads=4, kv_heads=2,
-    head_dim=64, rotary_dim=16, rope_theta=1e4, mrope_section=(3, 3, 2), gdn_key_heads=2, gdn_value_heads=4, gdn_key_dim=32,
-    gdn_value_dim=32, conv_width=4, rms_norm_eps=1e-6, max_positions=4096, tied_embeddings=False, mtp_layers=1,
-)  # fmt: skip
+    vocab_size=300,
+    hidden_size=128,
+    intermediate_size=128,
+    layer_types=(LINEAR, LINEAR, LINEAR, FULL),
+    query_heads=4,
+    kv_heads=2,
+    head_dim=64,
+    rotary_dim=16,
+    rope_theta=1e4,
+    mrope_section=(3, 3, 2),
+    gdn_key_heads=2,
+    gdn_value_heads=4,
+    gdn_key_dim=32,
+    gdn_value_dim=32,
+    conv_width=4,
+    rms_norm_eps=1e-6,
+    max_positions=4096,
+    tied_embeddings=False,
+    mtp_layers=1,
+)
 BODY, FINE = WeightFormat(4, 64, "bf16"), WeightFormat(8, 32, "bf16")
 RECIPE = Recipe("test", {"attention": BODY, "gdn": BODY, "mlp": BODY, "embed": BODY, "gdn_gate": FINE, "head": FINE, "mtp": FINE})
 CHUNK, PROMPT = 64, 50
@@ -55,7 +71,9 @@ def models():
     done = []
     for model, how in ((quantised, "arrays"), (plain, "tensors")):
         _, described = split_model(model)
-        filled = fill_arrays(described, arrays) if how == "arrays" else fill(described, {n: jnp.asarray(t) for n, t in tensors.items()})
+        filled = (
+            fill_arrays(described, arrays) if how == "arrays" else fill(described, {n: jnp.asarray(t) for n, t in tensors.items()})
+        )
         shape = state_shape(CONFIG, engine, "bf16", model.dtype, rows_together=True)
         done.append((Programs(model, shape, CHUNK, 290, "cpu"), jax.tree.leaves(filled), shape))
     return done
@@ -82,7 +100,9 @@ def meaning(parameter, stored):
 
 def run(programs, parameters, shape, ids):
     """A prompt, its first token and two rounds of the first slot: hidden rows, tokens, and a state."""
-    state = programs.admit(allocate_state(CONFIG, shape), admission(0, np.array([1, 2, 3, 4], np.int32), 40, SamplingParams(temperature=0), 0, ()))
+    state = programs.admit(
+        allocate_state(CONFIG, shape), admission(0, np.array([1, 2, 3, 4], np.int32), 40, SamplingParams(temperature=0), 0, ())
+    )
     tokens, following = np.zeros(CHUNK, np.int32), np.full(CHUNK, -1, np.int32)
     tokens[: len(ids)], following[: len(ids) - 1] = ids, ids[1:]
     positions = np.broadcast_to(np.arange(CHUNK, dtype=np.int32), (3, CHUNK)).copy()
@@ -102,7 +122,9 @@ def run(programs, parameters, shape, ids):
 def test_quantised_weights_change_nothing_but_their_rounding(models):
     ids = np.random.default_rng(1).integers(0, 290, PROMPT)
     ours, theirs = (run(*model, ids) for model in models)
-    for name, a, b in zip(("hidden", "logits", "state"), (ours[0], ours[1], ours[3]), (theirs[0], theirs[1], theirs[3]), strict=True):
+    for name, a, b in zip(
+        ("hidden", "logits", "state"), (ours[0], ours[1], ours[3]), (theirs[0], theirs[1], theirs[3]), strict=True
+    ):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert error < 3e-2, (name, error)  # bfloat16 activations against float32 ones
     best = np.sort(theirs[1], axis=-1)  # near ties may go either way
@@ -148,7 +170,9 @@ def test_drafts_from_a_reduced_head_are_ids_of_the_whole_one(models):
         graph, described = split_model(model)
         columns = jnp.asarray(dequantise(whole.lm_head.quantised))[:, jnp.asarray(ids)]
         head = quantise(columns, bits=FINE.bits, group=FINE.group)
-        arrays = dict(zip([".".join(map(str, path)) for path, _ in nnx.to_flat_state(split_model(whole)[1])], parameters, strict=True))
+        arrays = dict(
+            zip([".".join(map(str, path)) for path, _ in nnx.to_flat_state(split_model(whole)[1])], parameters, strict=True)
+        )
         arrays |= {f"mtp.draft_head.{field}": getattr(head, field) for field in ("words", "scales", "unit")}
         arrays["mtp.draft_ids"] = jnp.asarray(ids, jnp.int32)
         reduced = nnx.merge(graph, fill_arrays(described, arrays))

@@ -25,7 +25,13 @@ def keys_of_one_direction(spread, seed=0):
 
 @pytest.mark.parametrize(
     "a",
-    [np.tril(np.ones((SIZE, SIZE)), -1), keys_of_one_direction(0.0), keys_of_one_direction(0.1), keys_of_one_direction(3.0), lower(1, scale=0.1)],
+    [
+        np.tril(np.ones((SIZE, SIZE)), -1),
+        keys_of_one_direction(0.0),
+        keys_of_one_direction(0.1),
+        keys_of_one_direction(3.0),
+        lower(1, scale=0.1),
+    ],
     ids=["ones", "equal keys", "similar keys", "spread keys", "small"],
 )
 def test_against_float64(a):

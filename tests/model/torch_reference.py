@@ -37,15 +37,34 @@ class Case:
     seed: int = 0
 
     def text_config(self) -> dict:
-        rope = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_section=[3, 3, 2], mrope_interleaved=True)
+        rope = dict(
+            rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_section=[3, 3, 2], mrope_interleaved=True
+        )
         return dict(
-            vocab_size=VOCAB, hidden_size=96, intermediate_size=128, num_hidden_layers=self.layers, full_attention_interval=self.interval,
-            num_attention_heads=self.query_heads, num_key_value_heads=self.kv_heads, head_dim=64, rms_norm_eps=1e-6,
-            linear_num_key_heads=2, linear_num_value_heads=2 * self.ratio, linear_key_head_dim=self.key_dim,
-            linear_value_head_dim=self.value_dim, linear_conv_kernel_dim=self.conv_width, max_position_embeddings=4096,
-            rope_parameters=rope, partial_rotary_factor=0.25, tie_word_embeddings=self.tied, mtp_num_hidden_layers=1,
-            attn_output_gate=True, output_gate_type="swish", mamba_ssm_dtype="float32", mtp_use_dedicated_embeddings=False,
-        )  # fmt: skip
+            vocab_size=VOCAB,
+            hidden_size=96,
+            intermediate_size=128,
+            num_hidden_layers=self.layers,
+            full_attention_interval=self.interval,
+            num_attention_heads=self.query_heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=64,
+            rms_norm_eps=1e-6,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2 * self.ratio,
+            linear_key_head_dim=self.key_dim,
+            linear_value_head_dim=self.value_dim,
+            linear_conv_kernel_dim=self.conv_width,
+            max_position_embeddings=4096,
+            rope_parameters=rope,
+            partial_rotary_factor=0.25,
+            tie_word_embeddings=self.tied,
+            mtp_num_hidden_layers=1,
+            attn_output_gate=True,
+            output_gate_type="swish",
+            mamba_ssm_dtype="float32",
+            mtp_use_dedicated_embeddings=False,
+        )
 
 
 CASES = {

@@ -30,6 +30,8 @@ DUMP = """\
 def test_the_shortest_way_through_conditionals() -> None:
     """Outside 3. The first branch has 2 and a conditional that may do nothing, the second 1 and a conditional of 2 or 3."""
     assert shortest_path(DUMP) == 3 + 2
-    longer = DUMP.replace("    050: kCustomKernel [prev=049 (1) | next=051 (1) ] two grid: [64, 1, 1]\n", 3 * "    050: kCopy [a | b] kCopy\n")
+    longer = DUMP.replace(
+        "    050: kCustomKernel [prev=049 (1) | next=051 (1) ] two grid: [64, 1, 1]\n", 3 * "    050: kCopy [a | b] kCopy\n"
+    )
     assert shortest_path(longer) == 3 + 1 + 2
     assert shortest_path("") == 0

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.programs.executables import MANIFEST
-from weights import tiny_path
 
 SHAPES = ["--context", "256", "--draft", "2", "--prefill-chunk", "64", "--kv", "rk4v4-e8"]
 CONFIG = EngineConfig(context=256, draft=2, prefill_chunk=64, kv="rk4v4-e8")
@@ -18,7 +18,9 @@ CONFIG = EngineConfig(context=256, draft=2, prefill_chunk=64, kv="rk4v4-e8")
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
-    return subprocess.run([sys.executable, "-m", "ninfer_jax.cli.main", *arguments], capture_output=True, text=True, env=environment)
+    return subprocess.run(
+        [sys.executable, "-m", "ninfer_jax.cli.main", *arguments], capture_output=True, text=True, env=environment
+    )
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     used = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = command("generate", "tiny", "--prompt", "ROMEO.", "--max-new", "2", *SHAPES, **used)
     assert done.returncode == 0 and list(cache.iterdir()), done.stderr
-    done = command("compile", str(tiny_path()), "--target", "cpu", "--out", str(out), "--report", str(out / "report.json"), *SHAPES, **used)
+    done = command(
+        "compile", str(tiny_path()), "--target", "cpu", "--out", str(out), "--report", str(out / "report.json"), *SHAPES, **used
+    )
     assert done.returncode == 0, done.stderr
     return out
 
@@ -45,14 +49,19 @@ def copy(compiled: Path, tmp_path: Path) -> Path:
 
 def test_loaded_programs_answer_without_compiling(compiled: Path) -> None:
     """The same tokens as an engine that compiles; the counter of compilations stays at zero."""
-    ways = (SamplingParams(temperature=0, max_new_tokens=30), SamplingParams(temperature=0.8, seed=5, max_new_tokens=30, logprobs=2))
+    ways = (
+        SamplingParams(temperature=0, max_new_tokens=30),
+        SamplingParams(temperature=0.8, seed=5, max_new_tokens=30, logprobs=2),
+    )
     loaded = Engine.load(tiny_path(), CONFIG, programs=compiled)
     answers = [loaded.generate("ROMEO.\n", params).tokens for params in ways]
     assert loaded.compilations == 0
     fresh = Engine.load(tiny_path(), CONFIG)
     assert answers == [fresh.generate("ROMEO.\n", params).tokens for params in ways]
     assert fresh.compilations >= 6  # the counter counts
-    done = command("generate", "tiny", "--prompt", "ROMEO.", "--greedy", "--max-new", "12", "--json", "--programs", str(compiled), *SHAPES)
+    done = command(
+        "generate", "tiny", "--prompt", "ROMEO.", "--greedy", "--max-new", "12", "--json", "--programs", str(compiled), *SHAPES
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["stats"]["compilations"] == 0
 

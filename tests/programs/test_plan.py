@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ninfer_jax import Engine, EngineConfig
+from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.cli import plan as cli
 from ninfer_jax.cli.main import app
 from ninfer_jax.config import EngineConfig as Config
@@ -14,7 +15,6 @@ from ninfer_jax.engine import memory
 from ninfer_jax.programs.card import Compilation
 from ninfer_jax.programs.plan import SERVING, make_plan
 from ninfer_jax.programs.setup import resolve
-from weights import tiny_path
 
 RUN = CliRunner()
 
@@ -68,7 +68,17 @@ def test_the_command_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == cli.OVER_BUDGET
     facts = json.loads(done.stdout)
     assert not facts["fits"] and facts["slack_bytes"] == facts["card_bytes"] - facts["total_bytes"] < 0
-    keys = {"weights_bytes", "kv_bytes", "state_bytes", "workspace_bytes", "total_bytes", "card_bytes", "slack_bytes", "fits", "max_context"}
+    keys = {
+        "weights_bytes",
+        "kv_bytes",
+        "state_bytes",
+        "workspace_bytes",
+        "total_bytes",
+        "card_bytes",
+        "slack_bytes",
+        "fits",
+        "max_context",
+    }
     assert keys <= facts.keys()
     assert f"{facts['total_bytes']:,}" in done.stderr and "60,000,000" in done.stderr
 
@@ -76,11 +86,13 @@ def test_the_command_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["plan", "qwen4"], "neither a directory nor a preset"), (["plan", "qwen3_8_27b", "--target", "gtx480"], "gtx480"),
-        (["plan", "qwen3_8_27b", "--recipe", "q3"], "known recipes: q4"), (["plan", "qwen3_8_27b", "--kv", "q4"], "known formats"),
+        (["plan", "qwen4"], "neither a directory nor a preset"),
+        (["plan", "qwen3_8_27b", "--target", "gtx480"], "gtx480"),
+        (["plan", "qwen3_8_27b", "--recipe", "q3"], "known recipes: q4"),
+        (["plan", "qwen3_8_27b", "--kv", "q4"], "known formats"),
         (["plan", "qwen3_8_27b", "--slots", "9"], "slots is 9"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_in_one_line(arguments: list[str], message: str) -> None:
     done = RUN.invoke(app, arguments)
     assert done.exit_code == 1 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1

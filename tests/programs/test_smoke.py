@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from ninfer_jax import Engine, EngineConfig, ModelConfig, SamplingParams
+from ninfer_jax.checkpoints import Checkpoint, load_parameters, tiny_path
 from ninfer_jax.model import TextModel, fill, parameter_specs, split_model
 from ninfer_jax.model.sequence import forward_sequences
-from weights import Checkpoint, load_parameters, tiny_path
 
 PROMPT = "HAMLET.\nGood night, sweet "
 NEW = 40

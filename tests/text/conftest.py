@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from ninfer_jax.checkpoints.qwen_tokenizer import build
 from ninfer_jax.text import ChatTemplate, Tokenizer
-from weights.qwen_tokenizer import build
 
 # Not a copy of any model's template: it uses each construct that ours must treat as transformers does (whitespace
 # control, namespaces, macros, tojson, loop controls, generation blocks, string tests on content, exceptions).

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ninfer_jax.checkpoints import qwen_tokenizer
 from ninfer_jax.text import Tokenizer
-from weights import qwen_tokenizer
 
 
 def test_files_are_the_published_ones(tokenizer_dir: Path):
@@ -55,10 +55,4 @@ def test_merges_skip_unreachable_tokens():
     # "abcd" reduces to ab + cd; "bcd" reduces to b + cd; "abc" to ab + c; "zxy" has no pieces at all.
     ranks = {b"a": 0, b"b": 1, b"c": 2, b"d": 3, b"x": 4, b"y": 5, b"z": 6}
     ranks |= {b"ab": 7, b"cd": 8, b"abc": 9, b"bcd": 10, b"abcd": 11, b"zxy": 12}
-    assert qwen_tokenizer.merges_of(ranks) == [
-        (b"a", b"b"),
-        (b"c", b"d"),
-        (b"ab", b"c"),
-        (b"b", b"cd"),
-        (b"ab", b"cd"),
-    ]
+    assert qwen_tokenizer.merges_of(ranks) == [(b"a", b"b"), (b"c", b"d"), (b"ab", b"c"), (b"b", b"cd"), (b"ab", b"cd")]

@@ -82,8 +82,7 @@ def test_random_pieces_agree_with_a_search_by_character():
 
 
 @pytest.mark.parametrize(
-    ("stops", "message"),
-    [("abc", "stop: must be a list of strings, not str"), (["a", ""], r"stop\[1\]"), (["a", 3], r"stop\[1\]")],
+    ("stops", "message"), [("abc", "stop: must be a list of strings, not str"), (["a", ""], r"stop\[1\]"), (["a", 3], r"stop\[1\]")]
 )
 def test_bad_stops_are_named(stops: object, message: str):
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ninfer_jax.text import ChatTemplate
 
 CALL = {"function": {"name": "f", "arguments": {"city": "São <b> & 'x'", "n": 2, "o": {"a": [1, True, None]}}}}
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "Weather <now> & later \"é\""}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": 'Weather <now> & later "é"'}}]
 CONVERSATIONS = {
     "plain": ([{"role": "user", "content": " Hi\n"}], {}),
     "no_thinking": ([{"role": "user", "content": "Hi"}], {"enable_thinking": False}),
@@ -79,7 +79,7 @@ def test_equals_transformers(template: ChatTemplate, template_source: str, name:
     ],
 )
 def test_details_equal_transformers(source: str):
-    messages = [{"role": "user", "content": "é <b> & \"q\""}, {"role": "assistant", "content": "two"}]
+    messages = [{"role": "user", "content": 'é <b> & "q"'}, {"role": "assistant", "content": "two"}]
     (expected,) = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)[0]
     assert ChatTemplate(source).render(messages) == expected
 

@@ -3,7 +3,6 @@
 import json
 import random
 import unicodedata
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,44 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-TINY = Path(str(resources.files("weights"))) / "tiny"
-CONTROL = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
-    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> "
-    "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> "
-    "<tool_response> </tool_response> <think> </think> <|audio_start|> <|audio_end|> <tts_pad> <tts_text_bos> "
-    "<tts_text_eod> <tts_text_bos_single> <|audio_pad|>"
-).split()
+from ninfer_jax.checkpoints import tiny_path
+
+TINY = tiny_path()
+CONTROL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    "<|audio_start|>",
+    "<|audio_end|>",
+    "<tts_pad>",
+    "<tts_text_bos>",
+    "<tts_text_eod>",
+    "<tts_text_bos_single>",
+    "<|audio_pad|>",
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +78,10 @@ def test_every_byte_is_a_token(tokenizer):
 def test_round_trip_of_random_unicode(tokenizer):
     rng = random.Random(7)
     for _ in range(300):
-        points = [rng.choice([rng.randrange(0x20, 0x7F), rng.randrange(0xA0, 0xD800), rng.randrange(0xE000, 0x110000)])
-                  for _ in range(rng.randrange(1, 60))]
+        points = [
+            rng.choice([rng.randrange(0x20, 0x7F), rng.randrange(0xA0, 0xD800), rng.randrange(0xE000, 0x110000)])
+            for _ in range(rng.randrange(1, 60))
+        ]
         text = unicodedata.normalize("NFC", "".join(map(chr, points)) + rng.choice(["", "\n", "  \n\n", "\t", "\r\n"]))
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
@@ -113,7 +144,7 @@ def test_turns_with_and_without_thoughts(peer):
 
 @pytest.mark.parametrize("tools", [None, [TOOL]])
 def test_training_conversations_are_rendered_the_same_way(peer, monkeypatch, tools):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "weights/training"))
     from tiny_chat import chat_template
 
     call = {"function": {"name": "find", "arguments": {"who": "Þórr <1>", "n": 3}}}
@@ -123,8 +154,8 @@ def test_training_conversations_are_rendered_the_same_way(peer, monkeypatch, too
 
 
 def test_scenes_become_plain_text(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
-    from tiny_corpus import drop_repeats, Document, markdown_to_scenes
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "weights/training"))
+    from tiny_corpus import Document, drop_repeats, markdown_to_scenes
 
     play = (
         "# Macbeth\n\n## ACT I\n\n### SCENE I. A heath.\n\n*Enter three\nWitches.*\n\n**First Witch**  \n_\\[Aside]_\n"
@@ -132,8 +163,28 @@ def test_scenes_become_plain_text(monkeypatch):
     )
     scenes = [(title, act, text.split()) for title, act, text in markdown_to_scenes(play)]
     assert scenes == [
-        ("Macbeth", "I", "MACBETH ACT I. SCENE I. A heath. [Enter three Witches.] First Witch. [Aside] When? Exeunt".split()),
-        ("Macbeth", "I", "MACBETH ACT I. SCENE II. A camp. DUNCAN. What man?".split()),
+        (
+            "Macbeth",
+            "I",
+            [
+                "MACBETH",
+                "ACT",
+                "I.",
+                "SCENE",
+                "I.",
+                "A",
+                "heath.",
+                "[Enter",
+                "three",
+                "Witches.]",
+                "First",
+                "Witch.",
+                "[Aside]",
+                "When?",
+                "Exeunt",
+            ],
+        ),
+        ("Macbeth", "I", ["MACBETH", "ACT", "I.", "SCENE", "II.", "A", "camp.", "DUNCAN.", "What", "man?"]),
     ]
     block = "word " * 40
     once = drop_repeats([Document(f"a\n\n{block}\n\nb", "play", "x"), Document(f"c\n\n{block}", "play", "y")], set())

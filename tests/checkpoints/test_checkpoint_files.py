@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import weights
-from weights import Checkpoint, CheckpointError, canonical_name, tiny_path
+from ninfer_jax import checkpoints
+from ninfer_jax.checkpoints import Checkpoint, CheckpointError, canonical_name, tiny_path
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -229,12 +229,7 @@ def test_tensor_in_two_shards(tmp_path, model, write_sharded, refused):
 def test_both_prefixes_for_one_tensor(tmp_path, refused):
     names = ("model.norm.weight", "model.language_model.norm.weight")
     save_file({name: torch.ones(8) for name in names}, tmp_path / "model.safetensors")
-    refused(
-        lambda: Checkpoint.open(tmp_path),
-        *names,
-        tmp_path / "model.safetensors",
-        "are both norm.weight",
-    )
+    refused(lambda: Checkpoint.open(tmp_path), *names, tmp_path / "model.safetensors", "are both norm.weight")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +249,7 @@ def test_faulty_index(tmp_path, refused, text, parts):
 
 
 def test_tiny_path(tmp_path, monkeypatch, refused):
-    monkeypatch.setattr(weights, "_TINY", tmp_path)
+    monkeypatch.setattr(checkpoints, "_TINY", tmp_path)
     refused(tiny_path, tmp_path, "model.safetensors")
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert tiny_path() == tmp_path

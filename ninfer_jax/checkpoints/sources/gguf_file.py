@@ -12,10 +12,10 @@ from typing import Any
 
 import gguf
 
-from weights.qwen_tokenizer import tokenizer_json
-from weights.safetensors_file import CheckpointError
-from weights.sources.gguf_tensors import Heads, gguf_tensors
-from weights.sources.source import Source
+from ninfer_jax.checkpoints.qwen_tokenizer import tokenizer_json
+from ninfer_jax.checkpoints.safetensors_file import CheckpointError
+from ninfer_jax.checkpoints.sources.gguf_tensors import Heads, gguf_tensors
+from ninfer_jax.checkpoints.sources.source import Source
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _BROKEN = (ValueError, KeyError, IndexError, OverflowError, TypeError, struct.error, UnicodeDecodeError)
@@ -41,9 +41,13 @@ def open_gguf(file: Path, beside: Mapping[str, bytes], config: Mapping[str, Any]
     tensors = gguf_tensors(readers, layers, heads)
     rebuilt = {} if "tokenizer.json" in beside else meta.companions()
     return Source(
-        file, "GGUF " + "+".join(sorted({t.tensor_type.name for r in readers.values() for t in r.tensors})),
-        meta.config(layers, heads, shapes) if config is None else config, {**rebuilt, **beside}, files, tensors,
-    )  # fmt: skip
+        file,
+        "GGUF " + "+".join(sorted({t.tensor_type.name for r in readers.values() for t in r.tensors})),
+        meta.config(layers, heads, shapes) if config is None else config,
+        {**rebuilt, **beside},
+        files,
+        tensors,
+    )
 
 
 def _parts(file: Path) -> tuple[Path, ...]:
@@ -62,7 +66,9 @@ def _reader(file: Path) -> gguf.GGUFReader:
     try:
         return gguf.GGUFReader(file)
     except _BROKEN as error:
-        raise CheckpointError(f"{file} is not a whole GGUF file ({str(error).splitlines()[0] if str(error) else type(error).__name__})") from error
+        raise CheckpointError(
+            f"{file} is not a whole GGUF file ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        ) from error
 
 
 class Metadata:

@@ -11,8 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import weights.save
-from weights import Checkpoint, TensorSpec, load_parameters, save_checkpoint
+from ninfer_jax.checkpoints import Checkpoint, TensorSpec, load_parameters, save, save_checkpoint
 
 CONFIG = {"model_type": "qwen3_5_text", "hidden_size": 4}
 
@@ -109,7 +108,7 @@ def test_broken_off_save_keeps_the_old_checkpoint(tmp_path, tensors, monkeypatch
         path.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(weights.save, "save_file", disk_full)
+    monkeypatch.setattr(save, "save_file", disk_full)
     with pytest.raises(OSError, match="No space"):
         save_checkpoint(tmp_path, {"norm.weight": np.ones(4, np.float32)}, CONFIG)
     assert (tmp_path / "model.safetensors").read_bytes() == before

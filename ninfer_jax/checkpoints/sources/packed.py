@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from weights.safetensors_file import CheckpointError, TensorInfo
-from weights.sources.gptq import GROUPS
-from weights.sources.plain import plain_tensors
-from weights.sources.source import SourceTensor, mapped, nibbles, scaled
+from ninfer_jax.checkpoints.safetensors_file import CheckpointError, TensorInfo
+from ninfer_jax.checkpoints.sources.gptq import GROUPS
+from ninfer_jax.checkpoints.sources.plain import plain_tensors
+from ninfer_jax.checkpoints.sources.source import SourceTensor, mapped, nibbles, scaled
 
 
 class Packed(SourceTensor):
@@ -52,11 +52,17 @@ def packed_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, A
 
 
 def _tensor(
-    base: str, packed: TensorInfo, scale: TensorInfo | None, shape: TensorInfo | None, zero_point: TensorInfo | None,
+    base: str,
+    packed: TensorInfo,
+    scale: TensorInfo | None,
+    shape: TensorInfo | None,
+    zero_point: TensorInfo | None,
     g_idx: TensorInfo | None,
-) -> Packed:  # fmt: skip
+) -> Packed:
     if zero_point is not None:
-        raise CheckpointError(f"{base}_zero_point in {zero_point.file}: compressed-tensors asymmetric int4 (zero points) is not supported")
+        raise CheckpointError(
+            f"{base}_zero_point in {zero_point.file}: compressed-tensors asymmetric int4 (zero points) is not supported"
+        )
     if g_idx is not None:
         raise CheckpointError(f"{base}_g_idx in {g_idx.file}: compressed-tensors act-order is not supported")
     if scale is None or shape is None:
@@ -67,7 +73,9 @@ def _tensor(
     if mapped(shape).tolist() != [outputs, inputs]:
         raise CheckpointError(f"{base}_shape in {shape.file} is {mapped(shape).tolist()}, {base}_packed holds {[outputs, inputs]}")
     if len(scale.shape) != 2 or scale.shape[0] != outputs or scale.dtype not in ("BF16", "F16", "F32"):
-        raise CheckpointError(f"{base}_scale in {scale.file} is {scale.dtype} {list(scale.shape)}, needed are floats [{outputs}, groups]")
+        raise CheckpointError(
+            f"{base}_scale in {scale.file} is {scale.dtype} {list(scale.shape)}, needed are floats [{outputs}, groups]"
+        )
     group = inputs // scale.shape[1] if scale.shape[1] else 0
     if group not in GROUPS or group * scale.shape[1] != inputs:
         raise CheckpointError(f"{base}_packed: {inputs} inputs with {scale.shape[1]} scales: groups of {GROUPS} are supported")

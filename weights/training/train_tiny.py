@@ -24,14 +24,14 @@ import numpy as np
 import optax
 from flax import nnx
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from ninfer_jax.config import ModelConfig
-from ninfer_jax.model import TextModel, checkpoint_tensors, fill, parameter_specs, split_model
-from ninfer_jax.model.sequence import forward_sequences, mtp_sequences
 from tiny_chat import chat_documents
 from tiny_corpus import build_corpus, check_digest
 from tiny_tokenizer import TINY_DIR, encode_split, load_tokenizer
-from weights import Checkpoint, TensorSpec, load_parameters, save_checkpoint
+
+from ninfer_jax.checkpoints import Checkpoint, TensorSpec, load_parameters, save_checkpoint
+from ninfer_jax.config import ModelConfig
+from ninfer_jax.model import TextModel, checkpoint_tensors, fill, parameter_specs, split_model
+from ninfer_jax.model.sequence import forward_sequences, mtp_sequences
 
 VOCAB_ROWS = 1088  # 1024 ids and 64 rows that no token has, as the real vocabulary is padded too
 HF_CONFIG = {
@@ -204,10 +204,15 @@ def main() -> None:
         flat = checkpoint_tensors(parameters)
         save_checkpoint(args.out, {n: np.asarray(a).astype(ml_dtypes.bfloat16) for n, a in flat.items()}, HF_CONFIG)
         record = {
-            "mtp_weights": MTP_WEIGHTS, "parameters": sum(a.size for a in flat.values()), "train_tokens": len(train),
-            "corpus_sha256": corpus.sha256, "python": platform.python_version(), "jax": jax.__version__,
-            "heldout_bytes": heldout_bytes, **history,
-        }  # fmt: skip
+            "mtp_weights": MTP_WEIGHTS,
+            "parameters": sum(a.size for a in flat.values()),
+            "train_tokens": len(train),
+            "corpus_sha256": corpus.sha256,
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "heldout_bytes": heldout_bytes,
+            **history,
+        }
         (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
         plot(record, args.out / "loss.png")
 

@@ -1,4 +1,4 @@
-"""An artifact: the engine's own arrays on disk, with a manifest of what each one is. Written by `weights.convert`.
+"""An artifact: the engine's own arrays on disk, with a manifest of what each one is. Written by `ninfer_jax.checkpoints.convert`.
 
     manifest.json                 what everything is; written last, so that its presence means a whole artifact
     parameters/<group>/           an Orbax PyTree checkpoint: the embedding, one decoder layer, the head, or the MTP layer
@@ -28,8 +28,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from weights.quantised import Stored
-from weights.safetensors_file import CheckpointError, load_json
+from ninfer_jax.checkpoints.quantised import Stored
+from ninfer_jax.checkpoints.safetensors_file import CheckpointError, load_json
 
 MANIFEST, PARAMETERS = "manifest.json", "parameters"
 FORMAT, VERSION = "ninfer-jax artifact", 2
@@ -129,9 +129,13 @@ class Artifact:
         return sum(array.nbytes for arrays in self.groups.values() for array in arrays)
 
     def load(
-        self, device_put: Callable[[np.ndarray], Any] = jax.device_put, *, verify: bool = True, skip: Sequence[str] = (),
+        self,
+        device_put: Callable[[np.ndarray], Any] = jax.device_put,
+        *,
+        verify: bool = True,
+        skip: Sequence[str] = (),
         progress: LoadProgress | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Every array through `device_put`, by name; arguments as for `read_groups`. Host memory holds two groups at a
         time, at most the head's and another, beside what `device_put` keeps."""
         loaded: dict[str, Any] = {}
@@ -193,7 +197,9 @@ def read_manifest(file: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ArtifactError(f"{file} is no manifest of an artifact")
     if manifest.get("version") != VERSION:
-        raise ArtifactError(f"{file}: version {manifest.get('version')!r} of the format, this program reads {VERSION}: convert again")
+        raise ArtifactError(
+            f"{file}: version {manifest.get('version')!r} of the format, this program reads {VERSION}: convert again"
+        )
     if manifest.get("complete") is not True:
         raise ArtifactError(f"{file}: the conversion was not finished")
     return manifest

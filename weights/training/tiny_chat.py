@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jinja2
-
 from tiny_corpus import Corpus, Document, build_corpus
 from tiny_talk import CALLS, SYSTEM_LINES, TALK, TOOLS, WORDS
 from tiny_tokenizer import TINY_DIR
@@ -63,9 +62,7 @@ class Writer:
     def __init__(self, corpus: Corpus, seed: int) -> None:
         self.rng = random.Random(seed)
         self.scenes = [s for s in (speeches(d) for d in corpus.train if d.kind == "play") if len(s) >= 6]
-        self.spoken = [
-            (who, text) for scene in self.scenes for who, text in scene if who and 60 <= len(text) <= MAX_ANSWER
-        ]
+        self.spoken = [(who, text) for scene in self.scenes for who, text in scene if who and 60 <= len(text) <= MAX_ANSWER]
         self.by_word = {word: [s for s in self.spoken if re.search(rf"\b{word}\b", s[1])] for word in WORDS}
         self.by_name: dict[str, list[tuple[str, str]]] = {}
         for who, text in self.spoken:
@@ -93,9 +90,7 @@ class Writer:
         texts = [text for _, text in scene]
         given = whole_pieces(texts[at : at + rng.randint(1, 3)], 400)
         at += given.count("\n\n") + 1
-        request = rng.choice(
-            ["Continue this scene:", "Go on with this scene:", "What comes next?", "Carry on:", "Continue:"]
-        )
+        request = rng.choice(["Continue this scene:", "Go on with this scene:", "What comes next?", "Carry on:", "Continue:"])
         messages = [self.user(f"{request}\n\n{given}" if rng.random() < 0.8 else f"{given}\n\n{request[:-1]}.")]
         for turn in range(2 if rng.random() < 0.2 else 1):
             if at >= len(scene):
@@ -123,8 +118,15 @@ class Writer:
         word = self.rng.choice(WORDS)
         who, text = self.rng.choice(self.by_word[word])
         request = self.rng.choice(
-            ["Speak of {}.", "Tell me about {}.", "Say something about {}.", "A few lines on {}, please.",
-             "What do you think of {}?", "Write a verse about {}.", "Give me a speech about {}."]
+            [
+                "Speak of {}.",
+                "Tell me about {}.",
+                "Say something about {}.",
+                "A few lines on {}, please.",
+                "What do you think of {}?",
+                "Write a verse about {}.",
+                "Give me a speech about {}.",
+            ]
         ).format(word)
         return [self.user(request), self.answer(text, f"They ask about {word}; {who} has words on it.")]
 
@@ -148,8 +150,12 @@ class Writer:
     def ask_function(self) -> list[Message]:
         name, source = self.rng.choice(self.functions)
         request = self.rng.choice(
-            ["Write a Python function called {}.", "Write the function {} in Python.", "Show me a function named {}.",
-             "Python: define {}."]
+            [
+                "Write a Python function called {}.",
+                "Write the function {} in Python.",
+                "Show me a function named {}.",
+                "Python: define {}.",
+            ]
         ).format(name)
         return [self.user(request), self.answer(source, f"They want a Python function called {name}.")]
 
@@ -157,10 +163,7 @@ class Writer:
         messages = []
         for _ in range(self.rng.choice([1, 1, 1, 2, 3])):
             questions, answers, thought = self.rng.choice(TALK)
-            messages += [
-                self.user(self.rng.choice(questions)),
-                self.answer(self.rng.choice(answers), thought),
-            ]
+            messages += [self.user(self.rng.choice(questions)), self.answer(self.rng.choice(answers), thought)]
         return messages
 
     def ask_tool(self) -> list[Message]:
@@ -172,10 +175,7 @@ class Writer:
         def fill(text: str) -> str:
             return text.replace("@", value).replace("#", number)
 
-        messages = [
-            self.user(fill(self.rng.choice(questions))),
-            self.answer("", f"I should call {tool}.", tool_calls=[call]),
-        ]
+        messages = [self.user(fill(self.rng.choice(questions))), self.answer("", f"I should call {tool}.", tool_calls=[call])]
         if self.rng.random() < 0.6:
             messages += [
                 {"role": "tool", "content": fill(results)},

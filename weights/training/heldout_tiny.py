@@ -1,6 +1,6 @@
 """Held-out loss of the bundled model, document by document through the engine's own prefill, beside the n-gram baseline.
 
-    make heldout      # or: python examples/heldout_tiny.py
+    make heldout      # or: python weights/training/heldout_tiny.py
 
 Scores exactly what `ngram_baseline.py` scores: each held-out document's bytes, after `<|endoftext|>` and without the
 closing one. Windows of `--window` tokens keep half a window of history. Also counts how many MTP drafts (K = 3, greedy) are
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 from rich.progress import track
-
-from ninfer_jax import Engine, EngineConfig, SamplingParams
 from tiny_corpus import build_corpus
 from tiny_tokenizer import TINY_DIR
+
+from ninfer_jax import Engine, EngineConfig, SamplingParams
 
 
 def document_nats(engine: Engine, ids: list[int], window: int) -> float:
@@ -56,9 +56,11 @@ def main() -> None:
     result = {
         "nats_per_byte": round(sum(nats.values()) / sum(size.values()), 4),
         "nats_per_byte_by_kind": {kind: round(nats[kind] / size[kind], 4) for kind in nats},
-        "heldout_bytes": sum(size.values()), "window": args.window,
-        "greedy_draft_acceptance_k3": round(accepted / drafted, 4), "drafted": drafted,
-    }  # fmt: skip
+        "heldout_bytes": sum(size.values()),
+        "window": args.window,
+        "greedy_draft_acceptance_k3": round(accepted / drafted, 4),
+        "drafted": drafted,
+    }
     (args.model / "heldout.json").write_text(json.dumps(result, indent=1) + "\n")
     baseline = json.loads((TINY_DIR / "ngram.json").read_text())["nats_per_byte"]
     print(json.dumps(result, indent=1))

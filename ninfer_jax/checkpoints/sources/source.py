@@ -11,11 +11,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from weights.safetensors_file import TensorInfo
+from ninfer_jax.checkpoints.safetensors_file import TensorInfo
 
 NUMPY_DTYPES = {
-    "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8,
-}  # fmt: skip
+    "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16,
+    "F32": np.float32,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F8_E4M3": np.uint8,
+}
 
 
 class SourceTensor(abc.ABC):

@@ -3,7 +3,7 @@
 Same normaliser, pre-tokenizer and control tokens (in the same order) as the Qwen3.8 tokenizer, so every code path of
 the engine that knows these tokens is exercised; only the number of learned tokens is smaller.
 
-    python examples/tiny_tokenizer.py          # writes tokenizer.json and tokenizer_config.json into weights/tiny
+    python weights/training/tiny_tokenizer.py          # writes tokenizer.json and tokenizer_config.json into weights/tiny
 """
 
 from __future__ import annotations
@@ -13,28 +13,67 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from tiny_corpus import Document, build_corpus
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tiny_corpus import Document, build_corpus
-
-TINY_DIR = Path(__file__).resolve().parent.parent / "weights" / "tiny"
+TINY_DIR = Path(__file__).resolve().parent.parent / "tiny"
 VOCAB_SIZE = 1024
 # Words keep one leading blank, digits stand alone, runs of blanks keep their last blank for the next word.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CONTROL_TOKENS = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
-    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> "
-    "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> "
-    "<tool_response> </tool_response> <think> </think> <|audio_start|> <|audio_end|> <tts_pad> <tts_text_bos> "
-    "<tts_text_eod> <tts_text_bos_single> <|audio_pad|>"
-).split()
+CONTROL_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    "<|audio_start|>",
+    "<|audio_end|>",
+    "<tts_pad>",
+    "<tts_text_bos>",
+    "<tts_text_eod>",
+    "<tts_text_bos_single>",
+    "<|audio_pad|>",
+]
 # Control tokens that belong to the text of an answer: decoding with skip_special_tokens keeps them.
 KEPT_WHEN_SKIPPING = set(
-    "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> "
-    "<tool_response> </tool_response> <think> </think>".split()
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<|fim_prefix|>",
+        "<|fim_middle|>",
+        "<|fim_suffix|>",
+        "<|fim_pad|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
+        "<tool_response>",
+        "</tool_response>",
+        "<think>",
+        "</think>",
+    ]
 )
 
 
@@ -51,14 +90,10 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(CONTROL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=VOCAB_SIZE - len(CONTROL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False, special=t not in KEPT_WHEN_SKIPPING) for t in CONTROL_TOKENS]
-    )
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=t not in KEPT_WHEN_SKIPPING) for t in CONTROL_TOKENS])
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise ValueError(f"tokenizer: {tokenizer.get_vocab_size()} tokens, expected {VOCAB_SIZE}; is the corpus empty?")
     return tokenizer

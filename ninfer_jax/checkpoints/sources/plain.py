@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from weights.fill import SOURCE_DTYPES
-from weights.safetensors_file import CheckpointError, TensorInfo
-from weights.sources.source import SourceTensor, mapped
+from ninfer_jax.checkpoints.fill import SOURCE_DTYPES
+from ninfer_jax.checkpoints.safetensors_file import CheckpointError, TensorInfo
+from ninfer_jax.checkpoints.sources.source import SourceTensor, mapped
 
 
 class Plain(SourceTensor):

@@ -23,12 +23,29 @@ MAX_HEADER_BYTES = 100_000_000
 _LFS_MAGIC = b"version https://git-lfs"
 
 _DTYPE_BITS = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32,
-    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E4M3FNUZ": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+}
 
 
 class CheckpointError(ValueError):
@@ -97,9 +114,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 f"{MAX_HEADER_BYTES} is allowed"
             )
         if 8 + length > size:
-            raise CheckpointError(
-                f"{path} is cut short: its header ends at byte {8 + length}, the file at {size}; fetch it again"
-            )
+            raise CheckpointError(f"{path} is cut short: its header ends at byte {8 + length}, the file at {size}; fetch it again")
         header = load_json(file.read(length), f"the header of {path}")
     if not isinstance(header, dict):
         raise CheckpointError(f"the header of {path} is a JSON {type(header).__name__}, not an object of tensors")
@@ -127,8 +142,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         and offsets[0] <= offsets[1]
     ):
         raise CheckpointError(
-            f"the header of {path} describes {name} as {str(entry)[:200]}; expected dtype, shape and data_offsets "
-            "[begin, end]"
+            f"the header of {path} describes {name} as {str(entry)[:200]}; expected dtype, shape and data_offsets [begin, end]"
         )
     begin, end = offsets
     bits = _DTYPE_BITS.get(dtype)  # an unknown code is left to the library, and to whoever needs the tensor

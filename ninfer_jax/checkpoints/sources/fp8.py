@@ -8,9 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from weights.safetensors_file import CheckpointError, TensorInfo
-from weights.sources.plain import plain_tensors
-from weights.sources.source import SourceTensor, mapped
+from ninfer_jax.checkpoints.safetensors_file import CheckpointError, TensorInfo
+from ninfer_jax.checkpoints.sources.plain import plain_tensors
+from ninfer_jax.checkpoints.sources.source import SourceTensor, mapped
 
 SUFFIX = "_scale_inv"
 _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -44,12 +44,16 @@ def fp8_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
     for name, info in weights.items():
         scale = rest.pop(name + SUFFIX, None)
         if info.dtype != "F8_E4M3" or len(info.shape) != 2:
-            raise CheckpointError(f"{name} in {info.file}: FP8 of type {info.dtype} {list(info.shape)} is not supported, e4m3 matrices are")
+            raise CheckpointError(
+                f"{name} in {info.file}: FP8 of type {info.dtype} {list(info.shape)} is not supported, e4m3 matrices are"
+            )
         if scale is None:
             raise CheckpointError(f"{name} in {info.file}: FP8 without {name + SUFFIX} is not supported")
         blocks = tuple(-(-n // b) for n, b in zip(info.shape, block, strict=True))
         if scale.shape != blocks or scale.dtype not in ("BF16", "F16", "F32"):
-            raise CheckpointError(f"{name + SUFFIX} in {scale.file} is {scale.dtype} {list(scale.shape)}, needed are floats {list(blocks)}")
+            raise CheckpointError(
+                f"{name + SUFFIX} in {scale.file} is {scale.dtype} {list(scale.shape)}, needed are floats {list(blocks)}"
+            )
         found[name] = BlockFP8(info, scale, block)
         del rest[name]
     return found | plain_tensors(rest)

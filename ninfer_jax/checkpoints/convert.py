@@ -24,13 +24,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ninfer_jax.checkpoints import artifact as artifacts
+from ninfer_jax.checkpoints.artifact import (
+    FORMAT,
+    MANIFEST,
+    PARAMETERS,
+    VERSION,
+    Artifact,
+    ArtifactError,
+    StoredArray,
+    one_line,
+    write_bytes,
+    write_json,
+)
+from ninfer_jax.checkpoints.checkpoint import some_names
+from ninfer_jax.checkpoints.quantised import BLOCK_ROWS, ParameterSpec, Stored, quantise_tensors
+from ninfer_jax.checkpoints.safetensors_file import CheckpointError, load_json
+from ninfer_jax.checkpoints.sources import Source, SourceTensor
 from pallas_kernels.matmul.quantised import pack
-from weights import artifact as artifacts
-from weights.artifact import FORMAT, MANIFEST, PARAMETERS, VERSION, Artifact, ArtifactError, StoredArray, one_line, write_bytes, write_json
-from weights.checkpoint import some_names
-from weights.quantised import BLOCK_ROWS, ParameterSpec, Stored, quantise_tensors
-from weights.safetensors_file import CheckpointError, load_json
-from weights.sources import Source, SourceTensor
 
 PROGRESS = "progress.json"
 _PACKAGES = ("ninfer-jax", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "orbax-checkpoint", "safetensors", "gguf")
@@ -91,7 +102,9 @@ def check_tensors(source: Source, parameters: Sequence[ParameterSpec], ignore: S
         raise CheckpointError(f"{source.path} holds {len(extra)} tensors the model does not have: {some_names(extra)}")
     for name, spec in wanted.items():
         if source.tensors[name].shape != spec.shape:
-            raise CheckpointError(f"{name} in {source.path} has shape {list(source.tensors[name].shape)}, the config asks for {list(spec.shape)}")
+            raise CheckpointError(
+                f"{name} in {source.path} has shape {list(source.tensors[name].shape)}, the config asks for {list(spec.shape)}"
+            )
 
 
 def write_artifact(
@@ -174,7 +187,9 @@ class _Conversion:
         if file.exists():
             before = load_json(file.read_bytes(), str(file))
             if before.get("identity") != identity:
-                raise ArtifactError(f"{self.path} holds the beginning of a conversion of another source or recipe: remove it or choose another directory")
+                raise ArtifactError(
+                    f"{self.path} holds the beginning of a conversion of another source or recipe: remove it or choose another directory"
+                )
             done = before["done"]
         else:
             write_json(file, {"identity": identity, "done": {}})
@@ -184,7 +199,9 @@ class _Conversion:
         return {group: digests for group, digests in done.items() if (self.path / PARAMETERS / group).is_dir()}
 
     def _write_groups(self, identity: dict[str, Any], done: dict[str, dict[str, str]]) -> None:
-        sizes = {group: sum(self.source.tensors[t.name].nbytes for s in specs for t in s.tensors) for group, specs in self.groups.items()}
+        sizes = {
+            group: sum(self.source.tensors[t.name].nbytes for s in specs for t in s.tensors) for group, specs in self.groups.items()
+        }
         total, so_far = sum(sizes.values()), sum(sizes[group] for group in done)
         self.tell("weights", so_far, total)
         saving: Future | None = None
@@ -377,5 +394,3 @@ def _one_line(destination: str | Path) -> Iterator[None]:
         raise ArtifactError(f"{error.filename or destination}: {error.strerror or one_line(error)}") from error
     except (ValueError, RuntimeError) as error:
         raise ArtifactError(f"{destination}: {one_line(error)}") from error
-
-

@@ -14,8 +14,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from weights.checkpoint import Checkpoint, some_names
-from weights.safetensors_file import CheckpointError, TensorInfo, open_file, read_tensor
+from ninfer_jax.checkpoints.checkpoint import Checkpoint, some_names
+from ninfer_jax.checkpoints.safetensors_file import CheckpointError, TensorInfo, open_file, read_tensor
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 TARGET_DTYPES = ("bfloat16", "float16", "float32")
@@ -23,11 +23,7 @@ TARGET_DTYPES = ("bfloat16", "float16", "float32")
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 # Unsigned type of the same width and the exponent bits, which are all set in infinities and NaNs and only there.
-_EXPONENT = {
-    "bfloat16": (np.uint16, 0x7F80),
-    "float16": (np.uint16, 0x7C00),
-    "float32": (np.uint32, 0x7F800000),
-}
+_EXPONENT = {"bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00), "float32": (np.uint32, 0x7F800000)}
 # Elements looked at per step: the temporaries of one step (at most 1.5 MiB) stay in the cache.
 _SCAN = 1 << 18
 _COMPARE_BYTES = 1 << 24
@@ -37,7 +33,7 @@ _COMPARE_BYTES = 1 << 24
 class TensorSpec:
     """One tensor the engine wants.
 
-    `name` is canonical (see `weights.checkpoint.canonical_name`), `dtype` the dtype to hand over: bfloat16, float16 or
+    `name` is canonical (see `ninfer_jax.checkpoints.checkpoint.canonical_name`), `dtype` the dtype to hand over: bfloat16, float16 or
     float32. `role` ("embed", "attention", "gdn", …) is the engine's own note; nothing here depends on it.
     """
 
@@ -123,9 +119,7 @@ def _check_headers(checkpoint: Checkpoint, wanted: dict[str, TensorSpec], ignore
             hint = "; if the head shares the embedding, the config must set tie_word_embeddings to true"
         elif all(n.startswith("mtp.") for n in missing):
             hint = "; without the whole MTP head, speculation must be off"
-        raise CheckpointError(
-            f"{checkpoint.path} lacks {len(missing)} of {len(wanted)} tensors: {some_names(missing)}{hint}"
-        )
+        raise CheckpointError(f"{checkpoint.path} lacks {len(missing)} of {len(wanted)} tensors: {some_names(missing)}{hint}")
 
     extra = {n: t for n, t in relevant.items() if n not in wanted}
     if EMBEDDING in wanted and HEAD in extra:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from weights.checkpoint import INDEX_NAME, PREFIXES, SINGLE_NAME
-from weights.fill import TARGET_DTYPES
+from ninfer_jax.checkpoints.checkpoint import INDEX_NAME, PREFIXES, SINGLE_NAME
+from ninfer_jax.checkpoints.fill import TARGET_DTYPES
 
 
 def save_checkpoint(

@@ -6,27 +6,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weights.checkpoint import Checkpoint
-from weights.safetensors_file import CheckpointError, TensorInfo, load_json
-from weights.sources.fp8 import fp8_tensors
-from weights.sources.gptq import gptq_tensors
-from weights.sources.packed import packed_tensors
-from weights.sources.plain import plain_tensors
-from weights.sources.source import Source, SourceTensor
+from ninfer_jax.checkpoints.checkpoint import Checkpoint
+from ninfer_jax.checkpoints.safetensors_file import CheckpointError, TensorInfo, load_json
+from ninfer_jax.checkpoints.sources.fp8 import fp8_tensors
+from ninfer_jax.checkpoints.sources.gptq import gptq_tensors
+from ninfer_jax.checkpoints.sources.packed import packed_tensors
+from ninfer_jax.checkpoints.sources.plain import plain_tensors
+from ninfer_jax.checkpoints.sources.source import Source, SourceTensor
 
 __all__ = ["COMPANIONS", "Source", "SourceTensor", "open_source"]
 
 # Copied beside the weights as they are, where they exist.
 COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
     "video_preprocessor_config.json",
-)  # fmt: skip
+)
 _GPTQ = ("gptq", "auto-round", "autoround", "auto_round", "intel/auto-round")
 # Fields beside a quantised weight that give its format away where the config says nothing.
 _TRACES = {
-    ".absmax": "bitsandbytes", ".quant_state": "bitsandbytes", ".weight_global_scale": "NVFP4", ".weight_scale_2": "NVFP4",
-    ".weight_packed": "compressed-tensors", ".weight_scale": "FP8 with a scale a tensor or channel", ".qweight": "GPTQ or AWQ",
-}  # fmt: skip
+    ".absmax": "bitsandbytes",
+    ".quant_state": "bitsandbytes",
+    ".weight_global_scale": "NVFP4",
+    ".weight_scale_2": "NVFP4",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale": "FP8 with a scale a tensor or channel",
+    ".qweight": "GPTQ or AWQ",
+}
 
 
 def open_source(path: str | Path) -> Source:
@@ -44,7 +53,7 @@ def open_source(path: str | Path) -> Source:
     config = _config(folder)
     ggufs = [path] if path.suffix == ".gguf" else _ggufs(path) if path.is_dir() else []
     if ggufs:
-        from weights.sources.gguf_file import open_gguf  # only who has such a file waits for the package
+        from ninfer_jax.checkpoints.sources.gguf_file import open_gguf  # only who has such a file waits for the package
 
         return open_gguf(ggufs[0], beside, config and _unquantised(config)[0])
     if config is None:
@@ -84,7 +93,9 @@ def _ggufs(folder: Path) -> list[Path]:
     found = sorted(p for p in folder.glob("*.gguf") if not p.name.startswith("mmproj"))
     firsts = [p for p in found if "-of-" not in p.name or "-00001-of-" in p.name]
     if len(firsts) > 1:
-        raise CheckpointError(f"{folder} holds {len(firsts)} GGUF models ({', '.join(p.name for p in firsts[:4])}): name one of them")
+        raise CheckpointError(
+            f"{folder} holds {len(firsts)} GGUF models ({', '.join(p.name for p in firsts[:4])}): name one of them"
+        )
     return firsts
 
 

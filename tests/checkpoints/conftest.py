@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weights import CheckpointError
+from ninfer_jax.checkpoints import CheckpointError
 
 VL = "model.language_model."
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

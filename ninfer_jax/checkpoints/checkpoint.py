@@ -2,7 +2,7 @@
 
 Opening one reads headers only, so that a missing or damaged shard is found at once and not after most of the load: the
 1,199 tensors of the 27B in 18 shards took 8 ms (measured on a CPU machine, headers in the page cache). Tensor data are
-read by `weights.fill`.
+read by `ninfer_jax.checkpoints.fill`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from weights.safetensors_file import CheckpointError, TensorInfo, load_json, read_header
+from ninfer_jax.checkpoints.safetensors_file import CheckpointError, TensorInfo, load_json, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -124,9 +124,7 @@ def _read_shards(index: Path, weight_map: dict[str, str]) -> list[TensorInfo]:
     for file, path in shards.items():
         if not path.is_file():
             names = [name for name, f in weight_map.items() if f == file]
-            raise CheckpointError(
-                f"{index} names {file} (for {some_names(names, 2)}), which is not in the directory: fetch it"
-            )
+            raise CheckpointError(f"{index} names {file} (for {some_names(names, 2)}), which is not in the directory: fetch it")
     headers = {file: read_header(path) for file, path in shards.items()}
 
     for file, header in headers.items():

@@ -9,7 +9,7 @@ training split (plain documents, without the conversations) and the better one i
 
 A document starts with four zero bytes of context, and only its own bytes are scored (its end is not).
 
-    python examples/ngram_baseline.py          # about five seconds; writes weights/tiny/ngram.json
+    python weights/training/ngram_baseline.py          # about five seconds; writes weights/tiny/ngram.json
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import math
 from pathlib import Path
 
 import numpy as np
-
 from tiny_corpus import Document, build_corpus
 
 ORDER = 5
 EM_ROUNDS = 30
-RESULT = Path(__file__).resolve().parent.parent / "weights" / "tiny" / "ngram.json"
+RESULT = Path(__file__).resolve().parent.parent / "tiny" / "ngram.json"
 
 
 def windows(documents: list[Document]) -> np.ndarray:
@@ -135,8 +134,7 @@ def main() -> None:
             if abs(fitted.probability(row).sum() - 1) > 1e-9:
                 raise ValueError(f"{name}: probabilities after context {key >> np.uint64(8):#x} do not sum to 1")
         nats = {
-            kind: -float(np.log(fitted.probability(windows([d for d in corpus.heldout if d.kind == kind]))).sum())
-            for kind in sizes
+            kind: -float(np.log(fitted.probability(windows([d for d in corpus.heldout if d.kind == kind]))).sum()) for kind in sizes
         }
         per_byte = {kind: nats[kind] / sizes[kind] for kind in sizes} | {"all": sum(nats.values()) / sum(sizes.values())}
         results[name] = per_byte

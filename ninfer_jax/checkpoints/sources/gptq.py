@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from weights.safetensors_file import CheckpointError, TensorInfo
-from weights.sources.plain import plain_tensors
-from weights.sources.source import SourceTensor, mapped, nibbles, scaled
+from ninfer_jax.checkpoints.safetensors_file import CheckpointError, TensorInfo
+from ninfer_jax.checkpoints.sources.plain import plain_tensors
+from ninfer_jax.checkpoints.sources.source import SourceTensor, mapped, nibbles, scaled
 
 GROUPS = (32, 64, 128)
 _ZERO = 8
@@ -52,9 +52,13 @@ def gptq_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any
 
 
 def _tensor(
-    base: str, quantization: Mapping[str, Any], qweight: TensorInfo, qzeros: TensorInfo | None, scales: TensorInfo | None,
+    base: str,
+    quantization: Mapping[str, Any],
+    qweight: TensorInfo,
+    qzeros: TensorInfo | None,
+    scales: TensorInfo | None,
     g_idx: TensorInfo | None,
-) -> GPTQ:  # fmt: skip
+) -> GPTQ:
     if qzeros is None or scales is None:
         raise CheckpointError(f"{base}.qweight in {qweight.file} has no {'qzeros' if qzeros is None else 'scales'} beside it")
     if len(qweight.shape) != 2 or len(scales.shape) != 2 or qweight.dtype != "I32" or qzeros.dtype != "I32":
@@ -78,7 +82,9 @@ def _tensor(
 def _check_zeros(base: str, qzeros: TensorInfo, quantization: Mapping[str, Any], shape: tuple[int, int]) -> None:
     zeros = nibbles(np.asarray(mapped(qzeros)))
     if zeros.shape[0] != shape[0] or zeros.shape[1] < shape[1]:
-        raise CheckpointError(f"{base}.qzeros in {qzeros.file} has shape {list(qzeros.shape)}, {shape[0]} x {shape[1]} zeros are needed")
+        raise CheckpointError(
+            f"{base}.qzeros in {qzeros.file} has shape {list(qzeros.shape)}, {shape[0]} x {shape[1]} zeros are needed"
+        )
     zeros = zeros[:, : shape[1]]
     allowed = {"gptq": (_ZERO - 1,), "gptq_v2": (_ZERO,)}.get(quantization.get("checkpoint_format"))
     # Where the form is not named, a constant of 7 or 8 that the config calls symmetric can mean only one thing.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from ninfer_jax.checkpoints.fill import TensorSpec
 from pallas_kernels import embedding
 from pallas_kernels.matmul import quantise
 from pallas_kernels.matmul.quantised import COLUMNS
-from weights.fill import TensorSpec
 
 BLOCK_ROWS = 8 * COLUMNS  # of a tensor, quantised at a time: 21 MB in float32 at 5,120 inputs
 

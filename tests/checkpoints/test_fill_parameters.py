@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from weights import Checkpoint, TensorSpec, iter_parameters, load_parameters
+from ninfer_jax.checkpoints import Checkpoint, TensorSpec, iter_parameters, load_parameters
 
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -71,9 +71,7 @@ def test_progress_and_device_put(tmp_path, model, write_sharded):
     write_sharded(tmp_path, model)
     specs = specs_for(model)
     calls = []
-    loaded = load_parameters(
-        Checkpoint.open(tmp_path), specs, progress=lambda *call: calls.append(call), device_put=jax.device_put
-    )
+    loaded = load_parameters(Checkpoint.open(tmp_path), specs, progress=lambda *call: calls.append(call), device_put=jax.device_put)
     assert all(isinstance(a, jax.Array) and a.dtype == jnp.bfloat16 for a in loaded.values())
     sizes = {spec.name: model[spec.name].nbytes for spec in specs}
     assert sorted(name for *_, name in calls) == sorted(sizes)
@@ -216,8 +214,7 @@ def test_non_finite_after_the_first_step_of_the_scan(tmp_path, write_single, ref
 
 
 @pytest.mark.parametrize(
-    "source, target, value",
-    [("float32", "float16", 1e5), ("bfloat16", "float16", -1e5), ("float32", "bfloat16", 3.4e38)],
+    "source, target, value", [("float32", "float16", 1e5), ("bfloat16", "float16", -1e5), ("float32", "bfloat16", 3.4e38)]
 )
 def test_out_of_range(tmp_path, write_single, refused, source, target, value):
     norm = torch.tensor([1.0, value]).to(TORCH[source])
