@@ -1,4 +1,5 @@
-"""A random float32 hybrid checkpoint with 149M parameters (158M with the MTP head), in the Hugging Face layout that every peer reads.
+"""A random float32 hybrid checkpoint with 149M parameters (158M with the MTP head), in the Hugging Face layout that every peer
+reads.
 
 Speed depends on shapes and not on what a model has learnt, so a seed replaces a download. The tokenizer spells almost
 every id in ASCII: llama.cpp's server holds back tokens that end inside a UTF-8 sequence.

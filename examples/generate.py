@@ -36,8 +36,8 @@ def main(
 
     stats = completion.stats
     print(
-        f"\n{completion.prompt_tokens} prompt tokens in {stats.prefill_s:.2f} s, {len(completion.tokens)} more in {stats.decode_s:.2f} s "
-        f"on {engine.device}; finish reason: {completion.finish_reason}"
+        f"\n{completion.prompt_tokens} prompt tokens in {stats.prefill_s:.2f} s, {len(completion.tokens)} more "
+        f"in {stats.decode_s:.2f} s on {engine.device}; finish reason: {completion.finish_reason}"
     )
 
 

@@ -94,12 +94,12 @@ class Kernel:
             trips = [max(rest, 0) / inside] * len(self.loops)
         if len(trips) != len(self.loops):
             raise ValueError(f"{self.name}: {len(trips)} trips given, {len(self.loops)} loops found")
-        return total + sum(loop.instructions * n for loop, n in zip(self.loops, trips))
+        return total + sum(loop.instructions * n for loop, n in zip(self.loops, trips, strict=True))
 
     def requested_bytes(self, trips: Sequence[float]) -> float:
         """Bytes a thread asks of global memory by loads, copies to shared memory included."""
         total = _load_bytes(self.straight)
-        return total + sum(_load_bytes(loop.ops) * n for loop, n in zip(self.loops, trips))
+        return total + sum(_load_bytes(loop.ops) * n for loop, n in zip(self.loops, trips, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

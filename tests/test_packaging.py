@@ -121,7 +121,7 @@ def test_extras():
 @pytest.mark.parametrize("lane", LANES)
 def test_a_lane_pins_its_versions_and_all_that_the_project_asks_for(lane):
     pinned = pins(lane)
-    python, jax, flax = LANES[lane]
+    _, jax, flax = LANES[lane]
     assert (pinned["jax"], pinned["jaxlib"], pinned["flax"], pinned["torch"]) == (jax, jax, flax, "2.13.0")
     for requirement in requirements(*PROJECT["optional-dependencies"]):
         if requirement.name != PROJECT["name"]:

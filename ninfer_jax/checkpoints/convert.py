@@ -188,7 +188,8 @@ class _Conversion:
             before = load_json(file.read_bytes(), str(file))
             if before.get("identity") != identity:
                 raise ArtifactError(
-                    f"{self.path} holds the beginning of a conversion of another source or recipe: remove it or choose another directory"
+                    f"{self.path} holds the beginning of a conversion of another source or recipe: "
+                    "remove it or choose another directory"
                 )
             done = before["done"]
         else:

@@ -33,8 +33,8 @@ _COMPARE_BYTES = 1 << 24
 class TensorSpec:
     """One tensor the engine wants.
 
-    `name` is canonical (see `ninfer_jax.checkpoints.checkpoint.canonical_name`), `dtype` the dtype to hand over: bfloat16, float16 or
-    float32. `role` ("embed", "attention", "gdn", …) is the engine's own note; nothing here depends on it.
+    `name` is canonical (see `ninfer_jax.checkpoints.checkpoint.canonical_name`), `dtype` the dtype to hand over: bfloat16,
+    float16 or float32. `role` ("embed", "attention", "gdn", …) is the engine's own note; nothing here depends on it.
     """
 
     name: str

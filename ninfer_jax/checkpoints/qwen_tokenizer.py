@@ -12,6 +12,7 @@ import argparse
 import base64
 import hashlib
 import importlib.metadata
+import itertools
 import json
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def _reduce(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     while True:
         best = min((r for r in pair_ranks if r is not None), default=None)
         if best is None:
-            return [token[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+            return [token[a:b] for a, b in itertools.pairwise(starts)]
         index = pair_ranks.index(best)
         del starts[index + 1], pair_ranks[index]
         if index < len(pair_ranks):

@@ -53,7 +53,7 @@ def save_checkpoint(
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if not sharded:
         names = [SINGLE_NAME]
-    for name, shard in zip(names, shards):
+    for name, shard in zip(names, shards, strict=True):
         # Some readers, transformers among them, ask for this key.
         save_file(shard, _temporary(directory / name), metadata={"format": "pt"})
     # From here until the new index lies there, an older checkpoint of the same names counts as incomplete.
@@ -62,7 +62,7 @@ def save_checkpoint(
         os.replace(_temporary(directory / name), directory / name)
     _write_json(directory / "config.json", dict(config))
     if sharded:
-        weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(array.nbytes for array in arrays.values())
         _write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 

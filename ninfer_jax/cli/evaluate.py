@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ninfer_jax.engine import Engine
 
 _Option = typer.Option
 
 
-class Measure(str, Enum):
+class Measure(StrEnum):
     ppl = "ppl"
     kld = "kld"
     needle = "needle"

@@ -173,9 +173,9 @@ def _answer(
     # Only now: a request that is refused gets its one line and nothing else.
     console.print(header, style="dim", soft_wrap=True, markup=False)
     with bar:
-        piece = next(stream)
+        first = next(stream)
     completion, reasoning = None, False
-    for piece in chain([piece], stream):
+    for piece in chain([first], stream):
         if piece.reasoning:
             console.print(piece.reasoning, end="", style="dim italic", markup=False, soft_wrap=True)
             reasoning = True

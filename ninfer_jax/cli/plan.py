@@ -160,7 +160,8 @@ def _card_bytes(target: str) -> int:
 
 def _show(console: Console, made: Plan, setup: Setup) -> None:
     shape = setup.shape
-    title = f"{made.target}: context {shape.context:,}, kv {shape.kv}, draft {shape.draft}, slots {shape.slots}, pool {(shape.pages - 1) * 64:,} tokens"
+    pool = f"{(shape.pages - 1) * 64:,} tokens"
+    title = f"{made.target}: context {shape.context:,}, kv {shape.kv}, draft {shape.draft}, slots {shape.slots}, pool {pool}"
     table = Table(title=title, title_justify="left")
     for column, justify in (("what", "left"), ("bytes", "right"), ("GiB", "right"), ("how known", "left")):
         table.add_column(column, justify=justify)

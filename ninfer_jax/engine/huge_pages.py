@@ -7,6 +7,7 @@ in most distributions to no one else.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -67,10 +68,8 @@ def _in_place(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray
 def _memory(nbytes: int) -> np.ndarray:
     """uint8 `[nbytes]`, zeros, at the start of a large page."""
     room = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with contextlib.suppress(OSError):  # a kernel built without them: small pages hold the same numbers
         room.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a kernel built without them: small pages hold the same numbers
     whole = np.frombuffer(room, np.uint8)
     offset = -whole.ctypes.data % PAGE
     return whole[offset : offset + nbytes]

@@ -96,7 +96,8 @@ class ArtifactWeights:
             array = spec.arrays[name.rpartition(".")[2]]
             if (held[name].shape, held[name].dtype) != (tuple(array.shape), str(np.dtype(array.dtype))):
                 raise ArtifactError(
-                    f"{self.artifact.path}: {name} is {held[name].dtype} {list(held[name].shape)}, the model has {array.dtype} {list(array.shape)}"
+                    f"{self.artifact.path}: {name} is {held[name].dtype} {list(held[name].shape)}, "
+                    f"the model has {array.dtype} {list(array.shape)}"
                 )
         return found
 

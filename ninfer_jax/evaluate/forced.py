@@ -107,8 +107,8 @@ def _compile_step(programs: Programs) -> Callable[..., tuple[State, jax.Array]]:
 
 
 def forced_step(model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: str) -> tuple[State, jax.Array]:
-    """One row of one slot through the layers and into its states, as `decode_round` does it; the state, and float32 logits `[vocab rows]`.
-    slot, token: int32 scalars. Nothing is drawn or drafted, and the other slots stay as they are."""
+    """One row of one slot through the layers and into its states, as `decode_round` does it; the state, and float32
+    logits `[vocab rows]`. slot, token: int32 scalars. Nothing is drawn or drafted, and the other slots stay as they are."""
     slots = state.slots
     mine = jnp.arange(slots.length.shape[0]) == slot
     rows = jnp.where(mine, token, 0)[:, None]

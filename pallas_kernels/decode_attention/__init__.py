@@ -33,7 +33,7 @@ def decode_attention(
 
     impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist. ValueError for shapes that do not fit.
     """
-    slots, rows, query_heads, head_dim = _check(q, projected, pool, table, positions, filled, format)
+    _check(q, projected, pool, table, positions, filled, format)
     arguments = (q, projected, pool, table, positions, filled)
 
     def by(attend):
@@ -46,7 +46,7 @@ def decode_attention(
 
 def _check(
     q: jax.Array, projected: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Array, filled: jax.Array, format: str
-) -> tuple[int, ...]:
+) -> None:
     if q.ndim != 4:
         raise ValueError(f"decode_attention: q {q.shape} must be [slots, rows, query_heads, head_dim]")
     slots, rows, query_heads, head_dim = q.shape
@@ -63,4 +63,3 @@ def _check(
             raise ValueError(f"decode_attention: {name} {array.shape} must be {want}")
     if table.ndim != 2 or table.shape[0] != slots:
         raise ValueError(f"decode_attention: table {table.shape} must be [{slots}, pages_per_slot]")
-    return q.shape

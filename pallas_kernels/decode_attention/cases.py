@@ -62,7 +62,7 @@ class Case:
         q, projected, pool, table, positions, _ = self.arguments()
         keys = jax.random.split(key, 4)
         leaves, tree = jax.tree.flatten(pool)
-        pool = tree.unflatten([_random(k, leaf) for k, leaf in zip(jax.random.split(keys[2], len(leaves)), leaves)])
+        pool = tree.unflatten([_random(k, leaf) for k, leaf in zip(jax.random.split(keys[2], len(leaves)), leaves, strict=True)])
         order = 1 + jax.random.permutation(keys[3], self.pool_tokens // PAGE)
         own, at = [], 0
         for count in self.filled:

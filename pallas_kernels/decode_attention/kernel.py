@@ -174,18 +174,20 @@ def _split_kernel(q_ref: Any, *refs: Any, shape: SplitShape) -> None:
             stored = tiles.load_keys(k, ks, index, shape.format, shape.tokens)
             keys = [tiles.key_tiles(stored, shape.format, use, shape.interpret) for use in range(len(blocks))]
             scores = _scores(keys, queries, shape)
-            softmax = [_online(s, token[:, None] <= end[None], *state[:2]) for s, end, state in zip(scores, last, states)]
+            softmax = [
+                _online(s, token[:, None] <= end[None], *state[:2]) for s, end, state in zip(scores, last, states, strict=True)
+            ]
             stored = tiles.load_values(v, vs, index, token < count, shape.format, shape.tokens)
             new = []
-            for use, ((top, total, shrink, p), (_, _, sums)) in enumerate(zip(softmax, states)):
+            for use, ((top, total, shrink, p), (_, _, sums)) in enumerate(zip(softmax, states, strict=True)):
                 values = tiles.value_tiles(stored, shape.format, use, shape.interpret)
                 p = p.astype(tiles.value_dtype(shape.format))
-                new.append((top, total, tuple(s * shrink[None] + shape.dot(t, p) for s, t in zip(sums, values))))
+                new.append((top, total, tuple(s * shrink[None] + shape.dot(t, p) for s, t in zip(sums, values, strict=True))))
             return following, tuple(new)
 
         states = tuple(b.start(tiles.value_heights(shape.format)) for b in blocks)
         _, states = jax.lax.fori_loop(0, mine * parts, step, (page_of(jnp.int32(0)), states))
-        for b, (top, total, sums) in zip(blocks, states):
+        for b, (top, total, sums) in zip(blocks, states, strict=True):
             lead = (slot, head, split)
             launch.store(tops_ref, (*lead, b.index), top, b.exists)
             launch.store(totals_ref, (*lead, b.index), jnp.sum(jnp.sum(total, axis=0), axis=0), b.exists)
@@ -235,7 +237,7 @@ def _scores(keys: list[tiles.Keys], queries: list[list[jax.Array]], shape: Split
     parts = tiles.query_parts(shape.format)
     scores = [jnp.zeros((shape.tokens, q[0].shape[1]), jnp.float32) for q in queries]
     for i in range(len(queries[0])):
-        for n, (own, q) in enumerate(zip(keys, queries)):
+        for n, (own, q) in enumerate(zip(keys, queries, strict=True)):
             product = shape.dot(own.tiles[i], q[i])
             scores[n] += product if own.scales is None else product * own.scales[i][:, None]
     return scores if parts == 1 else [jnp.sum(s.reshape(shape.tokens, -1, parts), axis=-1) for s in scores]

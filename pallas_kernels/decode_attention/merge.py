@@ -37,7 +37,7 @@ def merge(
     axis: the largest score, and the sum of 2^(score - top) times a constant that sums are times, too. Splits from
     ceil(filled / page) on were never written.
     """
-    slots, kv_heads, splits, columns, head_dim = sums.shape
+    slots, kv_heads, _, columns, head_dim = sums.shape
     heads = kv_heads * (columns // rows)
     out = jax.ShapeDtypeStruct((slots * rows, heads * head_dim), projected.dtype)
     operands = (sums, tops, totals, projected, filled)
@@ -67,7 +67,7 @@ def _merge_kernel(
     rotated: bool,
 ) -> None:
     """One row's 64 dims of one head."""
-    _, kv_heads, splits, columns, head_dim = sums_ref.shape
+    _, _, splits, columns, head_dim = sums_ref.shape
     group = columns // rows
     part, row, slot = (pl.program_id(i) for i in range(3))
     head, at = part // (head_dim // GROUP), part % (head_dim // GROUP) * GROUP

@@ -118,7 +118,8 @@ def check_heads(op: str, conv: jax.Array, recurrent: jax.Array) -> int:
     channels = conv.shape[2]
     if channels <= values or (channels - values) % (2 * key_dim) or value_heads % ((channels - values) // (2 * key_dim)):
         raise ValueError(
-            f"{op}: conv has {channels} channels, must be 2 x key_heads x {key_dim} + {values}, key_heads a divisor of {value_heads}"
+            f"{op}: conv has {channels} channels, must be 2 x key_heads x {key_dim} + {values}, "
+            f"key_heads a divisor of {value_heads}"
         )
     return (channels - values) // (2 * key_dim)
 

@@ -101,7 +101,7 @@ class Heads:
         """Random records of the size they have in the model."""
         keys = jax.random.split(key, 4)
         shapes = jax.eval_shape(self.layout.unpack, jax.ShapeDtypeStruct(self.records_shape, jnp.float32))
-        k, v, decay, beta = (jax.random.normal(key, s.shape) for key, s in zip(keys, shapes))
+        k, v, decay, beta = (jax.random.normal(key, s.shape) for key, s in zip(keys, shapes, strict=True))
         k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
         return self.layout.pack(Transitions(k, v, jax.nn.sigmoid(3 + decay), jax.nn.sigmoid(beta)))
 
@@ -145,7 +145,7 @@ class Case(Heads):
         scales = (1.0, 2.0, 1.0, 0.1, 1.0, 0, 0, 0.1, 0.4, 1.0, 0.2)
         drawn = [
             (scale * jax.random.normal(k, s.shape, jnp.float32)).astype(s.dtype)
-            for k, s, scale in zip(keys, self.arguments(), scales)
+            for k, s, scale in zip(keys, self.arguments(), scales, strict=True)
         ]
         drawn[4:7] = self.sample_records(keys[4]), *self.sample_waiting()
         drawn[10] = 1.0 + drawn[10]

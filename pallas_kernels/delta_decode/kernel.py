@@ -110,7 +110,7 @@ def _decode_kernel(*refs: Any, shape: DecodeShape) -> None:
         def _() -> None:
             step.store_state(recurrent, slot, head, state)
 
-        for row, (qk, v, (decay, beta)) in enumerate(zip(pairs, vs, gates)):
+        for row, (qk, v, (decay, beta)) in enumerate(zip(pairs, vs, gates, strict=True)):
             v = v.astype(jnp.float32)
             shape.layout.store(records, slot, jax.lax.rem(at + row, shape.ring), head, qk, v, decay, beta)
             _, k = step.column_pair(qk, shape.layout.value_dim)

@@ -51,5 +51,6 @@ def delta_prefill(
     key_dim, value_dim = recurrent.shape[2:]
     unfit = ""
     if key_dim != value_dim or key_dim not in (64, 128) or projected.dtype != jnp.bfloat16:
-        unfit = f"delta_prefill: key_dim {key_dim}, value_dim {value_dim}, {projected.dtype}: the kernel takes 64 or 128 for both, in bfloat16"
+        given = f"key_dim {key_dim}, value_dim {value_dim}, {projected.dtype}"
+        unfit = f"delta_prefill: {given}: the kernel takes 64 or 128 for both, in bfloat16"
     return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl, unfit=unfit)

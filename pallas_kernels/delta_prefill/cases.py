@@ -66,7 +66,7 @@ class Case:
         scales = (1.0, 2.0, 1.0, 0.1, 0.4, 1.0, 1.0, 0.2)
         drawn = [
             (scale * jax.random.normal(k, s.shape, jnp.float32)).astype(s.dtype)
-            for k, s, scale in zip(jax.random.split(key, len(scales)), self.arguments(), scales)
+            for k, s, scale in zip(jax.random.split(key, len(scales)), self.arguments()[: len(scales)], scales, strict=True)
         ]
         drawn[7] = 1.0 + drawn[7]
         return [*drawn, jnp.int32(self.slots - 1), jnp.int32(self.count)]

@@ -49,7 +49,7 @@ def advance(
     mixed from `token_inputs`, matrices and factors from `block_matrices`; slot, count int32 `[1]`. Outputs of blocks without
     a token are not written.
     """
-    _, value_heads, key_dim, value_dim = recurrent.shape
+    _, value_heads, _, value_dim = recurrent.shape
     out = [
         jax.ShapeDtypeStruct((value_heads * value_dim, mixed.shape[0]), jnp.float32),
         jax.ShapeDtypeStruct(recurrent.shape, recurrent.dtype),
@@ -107,7 +107,7 @@ def _kernel(
 
         q, k = keys(key_head), keys(key_heads + key_head)
         read_k = read_q = None
-        for s, q_part, k_part in zip(state, q, k):
+        for s, q_part, k_part in zip(state, q, k, strict=True):
             s = parts.split(s, 3)
             read_k = parts.dot(s, [k_part.T], read_k)
             read_q = parts.dot(s[:2], [q_part.T], read_q)
@@ -117,10 +117,10 @@ def _kernel(
         launch.store(out_ref, (pl.ds(head * value_dim + at, config.columns), rows), out)
         written = parts.split(parts.dot(r, matrix(0, W_PARTS)), 3)
         shrink = launch.load(factor_ref, (n, head, DECAY, BLOCK - 1))
-        return tuple(parts.dot(written, [k_part], s * shrink) for s, k_part in zip(state, k))
+        return tuple(parts.dot(written, [k_part], s * shrink) for s, k_part in zip(state, k, strict=True))
 
     state = tuple(launch.load(old_ref, where(start)).T for start in slices)
     # Blocks of padding alone are left out: they would change nothing but the sign of a zero.
     state = jax.lax.fori_loop(0, (count + BLOCK - 1) // BLOCK, step, state)
-    for start, s in zip(slices, state):
+    for start, s in zip(slices, state, strict=True):
         launch.store(new_ref, where(start), s.T)

@@ -180,7 +180,7 @@ def _write(
     part: formats.Packed, encoded: tuple[jax.Array, ...], page: jax.Array, head: Any, offset: jax.Array, inside: jax.Array
 ) -> None:
     """Codes and scales `[rows, ...]` into their pages."""
-    for ref, value in zip(jax.tree.leaves(part), encoded):
+    for ref, value in zip(jax.tree.leaves(part), encoded, strict=True):
         if ref.dtype == jnp.uint16:  # the words of bfloat16 codes
             value = jax.lax.bitcast_convert_type(value.astype(jnp.bfloat16), jnp.uint16)
         code = jax.lax.broadcasted_iota(jnp.int32, value.shape, 1)
@@ -270,7 +270,7 @@ def _encode_four_bit(x: jax.Array, lattice: bool, interpret: bool) -> tuple[jax.
             best = error, byte, words
         else:
             better = error < best[0]
-            best = tuple(_select(better, new, old) for new, old in zip((error, byte, words), best))
+            best = tuple(_select(better, new, old) for new, old in zip((error, byte, words), best, strict=True))
     _, byte, words = best
     return words.reshape(x.shape[0], -1).astype(jnp.uint32), byte.astype(jnp.uint8)
 

@@ -13,9 +13,9 @@ _LARGEST_FP16 = 65504.0
 def encode(x: Array, format: str, part: str = "k") -> Packed:
     """Encodes finite vectors `x [..., head_dim]` of any float dtype.
 
-    `part` is "k" or "v"; it matters for `rk8v4`, whose V is stored as in `rk4v4`. A vector's bits do not depend on the other vectors in `x`.
-    Magnitudes beyond a format's range are clipped, never turned into NaN. ValueError for an unknown format or part, a head_dim that is not a
-    multiple of 64, or integers.
+    `part` is "k" or "v"; it matters for `rk8v4`, whose V is stored as in `rk4v4`. A vector's bits do not depend on the
+    other vectors in `x`. Magnitudes beyond a format's range are clipped, never turned into NaN. ValueError for an unknown
+    format or part, a head_dim that is not a multiple of 64, or integers.
     """
     layout = layout_of(format, part, x.shape[-1])
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -31,8 +31,8 @@ def encode(x: Array, format: str, part: str = "k") -> Packed:
 def decode_stored(packed: Packed, format: str, part: str = "k") -> Array:
     """float32 `[..., head_dim]` in the basis the format stores: rotated where `uses_rotation(format)`.
 
-    The rotation keeps inner products, so attention may rotate Q, use these K and V, and rotate its output back, which costs far less than
-    rotating every cached vector.
+    The rotation keeps inner products, so attention may rotate Q, use these K and V, and rotate its output back, which costs
+    far less than rotating every cached vector.
     """
     kind = layout_of(format, part).kind
     if kind == "float":

@@ -1,8 +1,9 @@
 """Names, stored shapes and byte counts of the KV-cache formats.
 
-One *vector* is the key or the value of one token in one KV head, `head_dim` numbers. Every format stores it as `codes` and, if it needs them,
-`scales`; the leading axes of the input stay in front of both, so the same layout serves one token, a chunk, or a pool of pages
-`[pages, kv_heads, 64, ...]`. docs/kv_formats.md has the bit-exact layouts and the measured signal-to-noise ratios.
+One *vector* is the key or the value of one token in one KV head, `head_dim` numbers. Every format stores it as `codes` and,
+if it needs them, `scales`; the leading axes of the input stay in front of both, so the same layout serves one token, a
+chunk, or a pool of pages `[pages, kv_heads, 64, ...]`. docs/kv_formats.md has the bit-exact layouts and the measured
+signal-to-noise ratios.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How one part (K or V) of a format is stored: code and scale dtypes, dims per stored element, and whether the values are rotated."""
+    """How one part (K or V) of a format is stored: code and scale dtypes, dims per stored element, and whether the values
+    are rotated."""
 
     kind: str  # "float", "int8", "int4" or "e8"
     code_dtype: Any

@@ -1,18 +1,19 @@
 """The two 4-bit codes: plain int4 (`rk4v4`) and the E8 lattice in the same 32 bits per octet (`rk4v4-e8`).
 
-Both store an octet of dims as one uint32. Nibble i, at bits 4i, belongs to dim i and holds n_i + 8 with n_i in [-8, 7]. The offset form is the
-cheapest to decode: `(word >> 4i & 15) << 19 | 0x41800000` are the bits of the float32 24 + n_i, with no integer-to-float conversion.
+Both store an octet of dims as one uint32. Nibble i, at bits 4i, belongs to dim i and holds n_i + 8 with n_i in [-8, 7]. The
+offset form is the cheapest to decode: `(word >> 4i & 15) << 19 | 0x41800000` are the bits of the float32 24 + n_i, with no
+integer-to-float conversion.
 
 int4: value = scale * n_i.
 
-E8: value = scale * (n_i + c / 2), one coset bit c per octet, sum of n_i even. These are 2 * 16^8 / 2 = 2^32 points of the E8 lattice, so they fill
-the word exactly. The parity of n_7 follows from the other seven, so its lowest bit (bit 28) is free and holds c. Decoding takes the parity of the
-seven other low bits back into bit 28; 2 n_i + c fits in 5 bits.
+E8: value = scale * (n_i + c / 2), one coset bit c per octet, sum of n_i even. These are 2 * 16^8 / 2 = 2^32 points of the
+E8 lattice, so they fill the word exactly. The parity of n_7 follows from the other seven, so its lowest bit (bit 28) is
+free and holds c. Decoding takes the parity of the seven other low bits back into bit 28; 2 n_i + c fits in 5 bits.
 
 A value has at most 8 significant bits (3 or 4 of the code without its sign, times 4 of the scale): it is exact in bfloat16.
 
-The encoder works in fixed point, 2^12 per code step, from the scaled values on. Integer sums do not depend on the order of summation nor on fused
-multiply-adds, so a vector gets the same bits alone or among thousands.
+The encoder works in fixed point, 2^12 per code step, from the scaled values on. Integer sums do not depend on the order of
+summation nor on fused multiply-adds, so a vector gets the same bits alone or among thousands.
 """
 
 import jax.numpy as jnp
@@ -22,8 +23,8 @@ from pallas_kernels.kv_codecs.formats import SCALE_GROUP, WORD_DIMS
 from pallas_kernels.kv_codecs.scale_byte import candidate_bytes, decode_scales
 
 _ONE = 1 << 12  # one code step in fixed point
-# Scaled values are limited to +-10.5 steps. Codes end at -8 and 7.5 and unsaturated groups stay within 9.5, so this only touches values that are
-# clipped anyway; it keeps the squared error of an octet, 8 * (3.5 * 2^12)^2, inside an int32.
+# Scaled values are limited to +-10.5 steps. Codes end at -8 and 7.5 and unsaturated groups stay within 9.5, so this only
+# touches values that are clipped anyway; it keeps the squared error of an octet, 8 * (3.5 * 2^12)^2, inside an int32.
 _LIMIT = 10.5 * _ONE
 _COST_SHIFT = 4  # squared errors are divided by 16 before 32 of them are added, again to fit an int32
 _FREE_BIT = 28  # lowest bit of nibble 7
@@ -46,8 +47,9 @@ def _round_int4(steps: Array) -> tuple[Array, Array]:
 def _nearest_e8(steps: Array) -> tuple[Array, Array, Array]:
     """Nearest E8 codeword of each octet of `steps [..., 8]`: codes n `[..., 8]`, coset bit `[...]`, squared error `[...]`.
 
-    The error is in 2^-24 squared steps. In either coset each n_i is rounded and clipped on its own. If their sum is odd, exactly one must move by
-    one (moving three costs more), and the cheapest is taken. At the ends of the range a code can only move inwards, even if its value lies outside.
+    The error is in 2^-24 squared steps. In either coset each n_i is rounded and clipped on its own. If their sum is odd,
+    exactly one must move by one (moving three costs more), and the cheapest is taken. At the ends of the range a code can
+    only move inwards, even if its value lies outside.
     """
     coset = jnp.arange(2)[:, None]
     target = steps[..., None, :] - coset * (_ONE // 2)  # [..., coset, 8]
@@ -70,16 +72,19 @@ def _octets(groups: Array) -> Array:
 
 
 def _group_error(steps: Array, lattice: bool) -> Array:
-    """Squared error of each group `[..., 32]` of fixed-point values under its nearest codes, float32 `[...]` in 2^-20 squared steps."""
+    """Squared error of each group `[..., 32]` of fixed-point values under its nearest codes, float32 `[...]` in 2^-20
+    squared steps."""
     if lattice:
         return jnp.sum(_nearest_e8(_octets(steps))[2] >> _COST_SHIFT, -1).astype(jnp.float32)
     return _round_int4(steps)[1].astype(jnp.float32)
 
 
 def encode_four_bit(stored: Array, lattice: bool) -> tuple[Array, Array]:
-    """Codes `[..., dims / 8]` uint32 and scale bytes `[..., dims / 32]` uint8 of float32 vectors `[..., dims]` in the stored (rotated) basis.
+    """Codes `[..., dims / 8]` uint32 and scale bytes `[..., dims / 32]` uint8 of float32 vectors `[..., dims]` in the
+    stored (rotated) basis.
 
-    `lattice` chooses the E8 code. Of three neighbouring scales each group keeps the one with the smallest squared error, the smallest scale on a tie.
+    `lattice` chooses the E8 code. Of three neighbouring scales each group keeps the one with the smallest squared error,
+    the smallest scale on a tie.
     """
     groups = stored.reshape(*stored.shape[:-1], -1, SCALE_GROUP)
     candidates = candidate_bytes(groups)

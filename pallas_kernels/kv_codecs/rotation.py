@@ -1,4 +1,5 @@
-"""The orthonormal Hadamard rotation applied to each 64 dims before the `rk*` codes; it spreads outlier channels over their group."""
+"""The orthonormal Hadamard rotation applied to each 64 dims before the `rk*` codes; it spreads outlier channels over their
+group."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,9 +18,9 @@ def _walsh8(x: Array, axis: int) -> Array:
 def rotate(x: Array) -> Array:
     """`H64 @ x` on every 64 consecutive dims of `x [..., dims]`, as float32; its own inverse.
 
-    H64 is the Sylvester-Hadamard matrix over 8, so lengths and inner products are kept. It is written as two radix-8 stages of additions rather
-    than a matmul: a matmul would run in TF32 on the GPU, and its summation order could change with the number of rows. The one product, with
-    1/8, is exact. ValueError if `dims` is not a multiple of 64.
+    H64 is the Sylvester-Hadamard matrix over 8, so lengths and inner products are kept. It is written as two radix-8 stages
+    of additions rather than a matmul: a matmul would run in TF32 on the GPU, and its summation order could change with the
+    number of rows. The one product, with 1/8, is exact. ValueError if `dims` is not a multiple of 64.
     """
     dims = x.shape[-1]
     if dims == 0 or dims % ROTATION_GROUP:

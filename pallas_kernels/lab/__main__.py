@@ -69,7 +69,7 @@ def _report(arguments: argparse.Namespace) -> int:
     found, failed = [], []
     with work.progress(f"compiling for {card.name}", len(cases)) as done:
         tasks = [(case.op, case.name, None) for case in cases]
-        for case, row in zip(cases, work.compiled(tasks, card.name, arguments.jobs)):
+        for case, row in zip(cases, work.compiled(tasks, card.name, arguments.jobs), strict=True):
             done(f"{case.op}/{case.name}")
             if isinstance(row, str):
                 failed.append(row)

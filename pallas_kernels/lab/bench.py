@@ -122,7 +122,7 @@ class Program:
             for copy, others in enumerate(fixed):
                 leaves = list(others)
                 leaves[self.shared] = shared
-                for i, value in zip(self.donated, changing[copy]):
+                for i, value in zip(self.donated, changing[copy], strict=True):
                     leaves[i] = value
                 out = jax.tree.leaves(self.call(*self.tree.unflatten(leaves)))
                 # The first results of the right shapes and types are the arguments updated in place.

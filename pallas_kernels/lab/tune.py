@@ -80,7 +80,7 @@ def by_compiled(case: registry.Case, target: str, jobs: int = 1) -> tuple[list[C
     card = targets.get(target)
     configs = case.configs()
     found, failed = [], []
-    for config, row in zip(configs, work.compiled([(case.op, case.name, c) for c in configs], target, jobs)):
+    for config, row in zip(configs, work.compiled([(case.op, case.name, c) for c in configs], target, jobs), strict=True):
         if isinstance(row, str):
             failed.append(row)
             continue
@@ -112,7 +112,7 @@ def first_right(case: registry.Case, candidates: list[Candidate]) -> Candidate:
 
     RuntimeError where none's do.
     """
-    (checked,) = [case] if check.on_gpu() else [c for c in registry.cases([f"{case.op}/{case.name}"], small=True)]
+    (checked,) = [case] if check.on_gpu() else list(registry.cases([f"{case.op}/{case.name}"], small=True))
     for candidate in candidates:
         if check.run(checked, config=candidate.config).passed:
             return candidate

@@ -79,7 +79,7 @@ class Case:
         """Arguments for timing: random codes and scales. The head would not fit beside its float32 twin."""
         leaves, tree = jax.tree.flatten(self.arguments())
         keys = jax.random.split(key, len(leaves))
-        return tree.unflatten([_random(k, leaf) for k, leaf in zip(keys, leaves)])
+        return tree.unflatten([_random(k, leaf) for k, leaf in zip(keys, leaves, strict=True)])
 
     def sample(self, key: jax.Array) -> list[Any]:
         """Random arguments for `call`."""

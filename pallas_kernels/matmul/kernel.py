@@ -183,7 +183,7 @@ def accumulate(
                 w = launch.load(norm_ref, pl.ds(g * group, group), inside)
                 x = unpack.times_one_plus(x, jnp.broadcast_to(w[None], x.shape), shape.interpret)
             new = []
-            for word, scale, total in zip(words, scales, sums):
+            for word, scale, total in zip(words, scales, sums, strict=True):
                 codes = unpack.plane(word, shape.bits, j, columns, shape.interpret)
                 new.append(total + launch.dot(x, codes) * unpack.scale(scale, j, shape.interpret)[None])
             sums = tuple(new)
@@ -191,7 +191,7 @@ def accumulate(
 
     zeros = tuple(jnp.zeros((ROWS, columns), jnp.float32) for _ in starts)
     sums, _ = jax.lax.fori_loop(0, tiles, step, (zeros, load_scales(0)))
-    return tuple(s * launch.load(u_ref, pl.ds(at, columns))[None] for s, at in zip(sums, starts))
+    return tuple(s * launch.load(u_ref, pl.ds(at, columns))[None] for s, at in zip(sums, starts, strict=True))
 
 
 def inverse_rms(x_ref: Any, eps: float, shape: DecodeShape) -> jax.Array:

@@ -65,7 +65,7 @@ def _pair_kernel(*refs: Any, shapes: Sequence[kernel.DecodeShape], normed: bool,
     block = pl.program_id(0)
     before = -(-shapes[0].n // shapes[0].columns)
     parts = ((block < before, block, rest[:3], rest[-2]), (block >= before, block - before, rest[3:6], rest[-1]))
-    for shape, (mine, index, weight_refs, o_ref) in zip(shapes, parts):
+    for shape, (mine, index, weight_refs, o_ref) in zip(shapes, parts, strict=True):
         pl.when(mine)(functools.partial(_part, x_ref, weight_refs, norm_ref, o_ref, index * shape.columns, shape, eps))
 
 

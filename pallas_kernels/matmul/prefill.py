@@ -138,7 +138,7 @@ def _prefill_kernel(
             g = planes * t + j
             x = masked(x_ref, g * group, group, k if ragged else None)
             new = []
-            for word, packed, total in zip(words, scales, sums):
+            for word, packed, total in zip(words, scales, sums, strict=True):
                 scale = unpack.scale(packed, j, interpret)
                 if route == "bf16":
                     w = unpack.plane(word, bits, j, config.columns, interpret)
@@ -160,7 +160,7 @@ def _prefill_kernel(
     sums = jax.lax.fori_loop(0, -(-k // (planes * group)), step, zeros)
     # 8-bit products of w4 are of 16 x its codes.
     sixteenth = 1 / 16 if route == "int8" and bits == 4 else 1
-    sums = tuple(s * (launch.load(u_ref, pl.ds(at, config.columns)) * sixteenth)[None] for s, at in zip(sums, starts))
+    sums = tuple(s * (launch.load(u_ref, pl.ds(at, config.columns)) * sixteenth)[None] for s, at in zip(sums, starts, strict=True))
     y = jax.nn.silu(sums[0]) * sums[1] if swiglu else sums[0]
     if added:
         y = y + masked(residual_ref, column, config.columns, n if n % config.columns else None).astype(jnp.float32)

@@ -166,7 +166,7 @@ def _kernel(q_ref: Any, projected_ref: Any, table_ref: Any, start_ref: Any, coun
     _, total, sums, nothing = jax.lax.fori_loop(0, seen, walk, carry)
     inverse = _inverse(jnp.where(total > 0, total, 1.0), shape.interpret)
     block = _Block(shape, first_row + nothing, head, count)
-    for g, values in zip(shape.segments, sums):
+    for g, values in zip(shape.segments, sums, strict=True):
         values = values * inverse[:, None]
         if shape.format == "f32":
             block.store(projected_ref, o_ref, g * SEGMENT, values)
@@ -239,7 +239,7 @@ def _step(
     shrink = _exp2(top - new_top, shape.interpret)
     total = total * shrink + jnp.sum(p, axis=1)
     new_sums = []
-    for g, values in zip(shape.segments, sums):
+    for g, values in zip(shape.segments, sums, strict=True):
         v, scale = pages.segment(shape.kind("v"), *v_refs, page, head, g, tokens, inside, shape.interpret)
         weights = (p if scale is None else p * scale[None]).astype(v.dtype)
         new_sums.append(values * shrink[:, None] + launch.dot(weights, v, exact=exact))

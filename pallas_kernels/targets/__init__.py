@@ -46,7 +46,8 @@ class Target:
 
     @property
     def arch(self) -> str:
-        return "sm_%d%d" % self.compute_capability
+        major, minor = self.compute_capability
+        return f"sm_{major}{minor}"
 
     @property
     def issue_rate(self) -> float:

@@ -110,7 +110,7 @@ def poisoned(case, arguments):
     """All bits set in page 0, in pages of no slot, and behind the last token of each slot's last page."""
     q, projected, pool, table, positions, filled = arguments
     valid = np.zeros((pool.k.codes.shape[0], 64), bool)
-    for pages, count in zip(np.asarray(table), np.asarray(filled)):
+    for pages, count in zip(np.asarray(table), np.asarray(filled), strict=True):
         for i in range(-(-int(count) // 64)):
             valid[pages[i], : int(count) - 64 * i] = True
 
@@ -208,7 +208,9 @@ def fma_f16x2(a, b, c):
     def halves(v):
         return [((v >> np.uint32(s)) & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64) for s in (0, 16)]
 
-    low, high = ((x * y + z).astype(np.float16).view(np.uint16).astype(np.uint32) for x, y, z in zip(*map(halves, (a, b, c))))
+    low, high = (
+        (x * y + z).astype(np.float16).view(np.uint16).astype(np.uint32) for x, y, z in zip(*map(halves, (a, b, c)), strict=True)
+    )
     return low | high << 16
 
 
@@ -243,7 +245,7 @@ def test_columns_of_any_number_of_rows():
 
 def test_bad_input_is_named():
     case = CASE["rk4v4-e8"]
-    q, *rest = case.arguments()
+    _, *rest = case.arguments()
 
     def call(heads, dims, rows=4, format="rk4v4-e8"):
         given = jax.ShapeDtypeStruct((1, rows, heads, dims), jnp.float32)

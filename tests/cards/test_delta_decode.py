@@ -87,7 +87,7 @@ def draw(case, seed=0):
     there, so that everything after it can be held to float32's own error."""
     rng = np.random.default_rng(seed)
     scales = (1, 2, 1, 0.1, 0, 0, 0, 0.4, 1, 1, 0.2)
-    drawn = [(scale * rng.normal(size=s.shape)).astype(s.dtype) for s, scale in zip(case.arguments(), scales)]
+    drawn = [(scale * rng.normal(size=s.shape)).astype(s.dtype) for s, scale in zip(case.arguments(), scales, strict=True)]
     drawn[4], *drawn[5:7] = (np.asarray(case.sample_records(jax.random.key(seed))), *map(np.asarray, case.sample_waiting()))
     drawn[10] += 1
     projected = drawn[0]
@@ -119,13 +119,13 @@ def assert_same_bits(got, want):
 def assert_close(case, got, arguments):
     out, conv, state, records = got
     want = oracle(case, arguments)
-    for array, right in zip(got, want):
+    for array, right in zip(got, want, strict=True):
         assert array.shape == right.shape
     assert out.dtype == jnp.bfloat16 and records.dtype == state.dtype == jnp.float32
     assert relative(out, want[0]) <= 4e-3
     np.testing.assert_array_equal(np.asarray(conv, np.float64), want[1])
     assert relative(state, want[2]) <= 1e-5
-    for name, ours, theirs in zip(("k", "v", "decay", "beta"), parts(case, np.asarray(records)), parts(case, want[3])):
+    for name, ours, theirs in zip(("k", "v", "decay", "beta"), parts(case, np.asarray(records)), parts(case, want[3]), strict=True):
         assert relative(ours, theirs) <= 1e-5, name
 
 

@@ -25,7 +25,7 @@ def oracle(case, arguments):
     state, conv, records, starts, counts = arguments
     k, v, decay, beta = unpacked(case, np.asarray(records, np.float64))
     state, conv = np.array(state, np.float64), np.array(conv, np.float64)
-    for slot, (start, count) in enumerate(zip(np.asarray(starts), np.asarray(counts))):
+    for slot, (start, count) in enumerate(zip(np.asarray(starts), np.asarray(counts), strict=True)):
         if count < 0:
             continue
         for row in (start + np.arange(count)) % case.ring:

@@ -160,7 +160,7 @@ def test_cutting_a_sequence_changes_no_bit():
     out, conv, recurrent = run(first)
     second = [a[cut:] for a in arguments[:2]] + [conv, recurrent] + arguments[4:9] + [jnp.int32(EDGE.count - cut)]
     rest, conv, recurrent = run(second)
-    for got, want in zip((jnp.concatenate([out, rest]), conv, recurrent), whole):
+    for got, want in zip((jnp.concatenate([out, rest]), conv, recurrent), whole, strict=True):
         np.testing.assert_array_equal(bits(got), bits(want))
 
 

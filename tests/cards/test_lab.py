@@ -209,7 +209,7 @@ def test_a_timing_program_makes_all_its_calls():
     case = attention_out()
     for call, arguments, donate, kernels in (
         (case.call, case.arguments(), (), {"w4_decode_add": 6}),
-        (*[(c.call, c.arguments(), c.donate) for c in registry.cases(["delta_fold/1x4"])][0], {"delta_fold": 6}),
+        (*next((c.call, c.arguments(), c.donate) for c in registry.cases(["delta_fold/1x4"])), {"delta_fold": 6}),
     ):
         program = bench.Program.of(call, arguments, donate, rounds=3)
         changing, fixed, shared = program.split(arguments)

@@ -50,7 +50,7 @@ def halves(v):
 
 
 def fma_bf16x2(a, b, c):
-    parts = [(x * y + z).astype(ml_dtypes.bfloat16).view(np.uint16) for x, y, z in zip(*map(halves, (a, b, c)))]
+    parts = [(x * y + z).astype(ml_dtypes.bfloat16).view(np.uint16) for x, y, z in zip(*map(halves, (a, b, c)), strict=True)]
     return parts[0].astype(np.uint32) | parts[1].astype(np.uint32) << 16
 
 
@@ -108,5 +108,5 @@ def test_products(captured, form):
     got, want = check(captured)
     # The twin rounds 1 + w to float32 on the way: the last bit may differ once in a great while.
     assert np.mean(got != want) < 0.005
-    for a, b in zip(halves(got), halves(want)):
+    for a, b in zip(halves(got), halves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2**-7)

@@ -51,7 +51,7 @@ def test_arrays_are_those_of_the_quantiser(artifact, tensors):
         parts = [tensors[t.name] for t in spec.tensors]
         key = parameter_key(spec)
         if spec.stored is None:
-            ((field, described),) = spec.arrays.items()
+            ((_, described),) = spec.arrays.items()
             expected = {key: parts[0].astype(described.dtype)}
         else:
             arrays = join(spec.stored, [block for _, block in quantise_tensors(spec.stored, parts)])
@@ -99,7 +99,7 @@ def test_manifest(artifact, source, recipe):
 
 
 def test_codes_of_gptq_are_kept(tmp_path, tensors, recipe):
-    folder, meaning, codes = formats.gptq(tmp_path / "source", tensors, group=32)
+    folder, _, codes = formats.gptq(tmp_path / "source", tensors, group=32)
     made = convert(folder, tmp_path / "made", recipe)
     arrays = made.load()
     parameter = made.parameters[DOWN]

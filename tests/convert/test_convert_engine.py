@@ -228,7 +228,7 @@ def test_the_bundled_model_in_the_finer_recipe(tmp_path):
             ("layers.3.self_attn.o_proj", False),
             ("layers.3.mlp.down_proj", False),
         ):
-            (own,) = (n for n in file.keys() if n.endswith(f"{name}.weight") and "mtp" not in n)
+            (own,) = (n for n in file.keys() if n.endswith(f"{name}.weight") and "mtp" not in n)  # noqa: SIM118 (no dict)
             expected = file.get_tensor(own).float().numpy()
             error = np.linalg.norm(values[f"{name}.weight"] - expected) / np.linalg.norm(expected)
             assert (error < 0.02) == fine and error < 0.15, (name, error)

@@ -41,7 +41,9 @@ def test_judge_equals_the_loop(draft: int) -> None:
     left = rng.integers(0, draft + 3, cases)
     active = rng.random(cases) < 0.8
     got = jax.jit(judge)(*(jnp.asarray(x, jnp.int32) for x in (tokens, drafts, stops, left)), jnp.asarray(active))
-    expected = [judged(t.tolist(), d.tolist(), s.tolist(), n, a) for t, d, s, n, a in zip(tokens, drafts, stops, left, active)]
+    expected = [
+        judged(t.tolist(), d.tolist(), s.tolist(), n, a) for t, d, s, n, a in zip(tokens, drafts, stops, left, active, strict=True)
+    ]
     got = np.stack([np.asarray(x, int) for x in got], axis=1)
     np.testing.assert_array_equal(got, np.array(expected, int))
     # The cases cover what they are for.

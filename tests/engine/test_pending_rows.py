@@ -40,7 +40,7 @@ def sequence(engine: Engine, prompt: str, budget: int, params: SamplingParams = 
 def started(engine: Engine, *budgets: int) -> tuple[ScriptedRunner, list[Sequence]]:
     """Sequences after their first rounds, with rows that wait in every slot."""
     runner = ScriptedRunner(engine)
-    sequences = [sequence(engine, prompt, budget) for prompt, budget in zip(PROMPTS, budgets)]
+    sequences = [sequence(engine, prompt, budget) for prompt, budget in zip(PROMPTS, budgets, strict=False)]
     for one in sequences:
         runner.submit(one)
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_many_sequences_through_two_slots(alone, together):
     for engine in (alone, together):
         runner = ScriptedRunner(engine)
         runner.look_ahead = True
-        sequences = [sequence(engine, prompt, budget) for prompt, budget in zip(PROMPTS, budgets)]
+        sequences = [sequence(engine, prompt, budget) for prompt, budget in zip(PROMPTS, budgets, strict=False)]
         for one in sequences:
             runner.submit(one)
         while not all(one.finished for one in sequences):

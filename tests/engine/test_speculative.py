@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,7 +65,7 @@ def test_states_after_every_round_equal_the_plain_run(pair, prompt, params, kind
     if kind == "right":
         assert len(shared) == 1 + -(-119 // 4)
     if "wrong" in kind:
-        assert [b - a for a, b in zip(shared, shared[1:], strict=False)][:-1] == [1 + int(kind[-1])] * (len(shared) - 2)
+        assert [b - a for a, b in itertools.pairwise(shared)][:-1] == [1 + int(kind[-1])] * (len(shared) - 2)
 
 
 @pytest.mark.parametrize("inside", [0, 1, 2, 3])

@@ -1,8 +1,9 @@
 """The published 4-bit cache codes that this project does not ship, in NumPy float64, for comparison in tests and benchmarks.
 
-Both turn each 64 dims by an orthonormal Hadamard matrix and store one float16 scale, largest magnitude / 7, per 64 dims: 136 bytes for 256 dims.
-The "collapsed" code finds the nearest point of the E8 lattice and then rounds it to integers. Half of that lattice lies at half-integers, and no bit
-says which half an octet used, so on Gaussian data nearly half of the octets are stored up to half a step off in every dim.
+Both turn each 64 dims by an orthonormal Hadamard matrix and store one float16 scale, largest magnitude / 7, per 64 dims:
+136 bytes for 256 dims. The "collapsed" code finds the nearest point of the E8 lattice and then rounds it to integers. Half
+of that lattice lies at half-integers, and no bit says which half an octet used, so on Gaussian data nearly half of the
+octets are stored up to half a step off in every dim.
 """
 
 import numpy as np

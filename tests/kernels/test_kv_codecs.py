@@ -85,7 +85,8 @@ def best_int4_error(steps: np.ndarray) -> np.ndarray:
 
 
 def best_e8_error(steps: np.ndarray) -> np.ndarray:
-    """Least squared error `[...]` of `steps [..., 8]` over all 2^32 codewords, by dynamic programming over the parity of the codes so far."""
+    """Least squared error `[...]` of `steps [..., 8]` over all 2^32 codewords, by dynamic programming over the parity of the codes
+    so far."""
     best = np.full(steps.shape[:-1], np.inf)
     for half in (0.0, 0.5):
         even, odd = np.zeros(steps.shape[:-1]), np.full(steps.shape[:-1], np.inf)
@@ -251,14 +252,15 @@ def test_encoder_against_exhaustive_search(format, inputs):
     scales = scale_values(np.asarray(packed.scales)).reshape(-1, 1, 1)
     decoded = unpack(packed, lattice).reshape(groups.shape)
 
-    # Codes: no codeword is nearer under the stored scale. The encoder rounds to 2^-12 of a step first, hence the tolerance (in squared steps).
+    # Codes: no codeword is nearer under the stored scale. The encoder rounds to 2^-12 of a step first, hence the tolerance
+    # (in squared steps).
     error = (((groups - decoded) / scales) ** 2).sum(-1)
     least = best_error(groups / scales)
     assert (error >= least - 1e-4).all()
     assert (error <= least + 1e-3).all()
 
-    # Scale: the best of the representable one nearest to the largest element / -8 and its two neighbours. Neighbours are counted on a table that
-    # goes on beyond the byte's range, then limited to it.
+    # Scale: the best of the representable one nearest to the largest element / -8 and its two neighbours. Neighbours are
+    # counted on a table that goes on beyond the byte's range, then limited to it.
     flat = groups.reshape(-1, 32)
     largest = flat[np.arange(len(flat)), np.abs(flat).argmax(1)]
     longer = np.concatenate([magnitude_table() / 2**16, magnitude_table(), magnitude_table() * 2**16])
@@ -396,7 +398,8 @@ def test_a_vector_is_encoded_the_same_alone_and_among_others(format, part):
     for rows in (1, 8):
         for start in (0, 31, 56):
             alone = jit_encode(x[start : start + rows], format, part)
-            jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[start : start + rows]), alone, together)
+            for got, all_of_them in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
+                np.testing.assert_array_equal(got, all_of_them[start : start + rows])
 
 
 # --- Bad input ---

@@ -74,8 +74,8 @@ class Sequence:
     def prefill(
         self, ids: np.ndarray, cut: int | None = None, positions: np.ndarray | None = None, padding: int = 0, following: int = -1
     ) -> np.ndarray:
-        """Append `ids` in pieces of `cut` tokens; padding rows get the id `padding`. `following` is the token after the last, if known.
-        Returns the final-normed hidden `[tokens, hidden]`."""
+        """Append `ids` in pieces of `cut` tokens; padding rows get the id `padding`. `following` is the token after the
+        last, if known. Returns the final-normed hidden `[tokens, hidden]`."""
         start, cut = self.length, cut or CHUNK
         after = np.append(ids[1:], following)
         if positions is None:

@@ -1,5 +1,7 @@
 """Weights and activations in bfloat16: close to the float32 reference, and close to transformers running in bfloat16."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,7 +44,7 @@ def test_drafting(engine, ids):
     while len(text) < 15:
         out = drafted.round()
         text += out.tokens[: out.emitted].tolist()
-    for token, after in zip(text, text[1:], strict=False):
+    for token, after in itertools.pairwise(text):
         assert fed.feed(token).tokens[0] == after
 
 

@@ -1,4 +1,5 @@
-"""config.json in: both model types accepted, every key or value that would change the computation refused by name. EngineConfig's bounds."""
+"""config.json in: both model types accepted, every key or value that would change the computation refused by name.
+EngineConfig's bounds."""
 
 import copy
 import json

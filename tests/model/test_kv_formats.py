@@ -22,8 +22,8 @@ def prefilled(harness, ids):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_pages_hold_the_encoded_keys_and_values(format, prefilled, expected, ids):
-    """In the first full-attention layer nothing has passed through a format yet: there the codes are those of the reference's own keys
-    (after RoPE) and values, but for the few that stand on the edge between two codes."""
+    """In the first full-attention layer nothing has passed through a format yet: there the codes are those of the reference's
+    own keys (after RoPE) and values, but for the few that stand on the edge between two codes."""
     theirs = expected(NAME, len(ids))
     stored = prefilled[format][0].pages(len(ids))[0]
     for part, ours, vectors in zip("kv", stored, (theirs.keys[0], theirs.values[0]), strict=True):

@@ -1,7 +1,8 @@
 """Random checkpoints written by transformers, and what transformers computes with them: the oracle of this folder.
 
-transformers has no MTP head for this architecture. `Reference.drafts` and `Reference.mtp` build one from its own decoder layer, norm and
-rotary embedding: x_t = fc([norm(embed(token t+1)) ; norm(hidden t)]), y = norm(layer(x)), logits = head(y) for token t + 2.
+transformers has no MTP head for this architecture. `Reference.drafts` and `Reference.mtp` build one from its own decoder
+layer, norm and rotary embedding: x_t = fc([norm(embed(token t+1)) ; norm(hidden t)]), y = norm(layer(x)), logits = head(y)
+for token t + 2.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """One sequence through the text tower, float32 NumPy. hidden `[tokens, hidden]` after the final norm, logits `[tokens, vocab]`;
-    one array a layer: recurrent `[value_heads, key_dim, value_dim]`, conv `[width - 1, channels]` oldest first, keys (after RoPE) and
-    values `[tokens, kv_heads, head_dim]`."""
+    """One sequence through the text tower, float32 NumPy. hidden `[tokens, hidden]` after the final norm, logits `[tokens,
+    vocab]`; one array a layer: recurrent `[value_heads, key_dim, value_dim]`, conv `[width - 1, channels]` oldest first,
+    keys (after RoPE) and values `[tokens, kv_heads, head_dim]`."""
 
     hidden: np.ndarray
     logits: np.ndarray
@@ -176,8 +177,9 @@ class Reference:
         return y[0].numpy(), self.head(y)[0].numpy(), keys, values
 
     def drafts(self, ids: np.ndarray, count: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """Greedy drafts for what follows `ids`, whose last token the target has not consumed. Every draft recomputes the head from slot
-        0, so nothing of earlier guesses can remain. Returns the drafts and the keys and values behind the last of them."""
+        """Greedy drafts for what follows `ids`, whose last token the target has not consumed. Every draft recomputes the
+        head from slot 0, so nothing of earlier guesses can remain. Returns the drafts and the keys and values behind the
+        last of them."""
         ids = np.asarray(ids)
         hidden, following, drafts = self.forward(ids[:-1]).hidden, ids[1:], []
         while True:
@@ -190,7 +192,8 @@ class Reference:
 
 @torch.no_grad()
 def _randomise(module: torch.nn.Module, seed: int) -> None:
-    """Every parameter away from its initial value, at scales that keep activations near 1 and some delta-rule heads slow, others fast."""
+    """Every parameter away from its initial value, at scales that keep activations near 1 and some delta-rule heads slow,
+    others fast."""
     random = torch.Generator().manual_seed(seed)
     for name, p in module.named_parameters():
         x = torch.randn(p.shape, generator=random)

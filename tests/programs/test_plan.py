@@ -48,7 +48,7 @@ def test_the_27b_by_hand() -> None:
 
 
 def test_the_advised_context_fits_and_one_page_more_does_not() -> None:
-    setup, made = plan_27b(slots=4)
+    _, made = plan_27b(slots=4)
     assert not made.fits and made.slack < 0
     for format, tokens in made.max_context.items():
         if tokens in (0, 262_144):

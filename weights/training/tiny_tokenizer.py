@@ -59,22 +59,20 @@ CONTROL_TOKENS = [
     "<|audio_pad|>",
 ]
 # Control tokens that belong to the text of an answer: decoding with skip_special_tokens keeps them.
-KEPT_WHEN_SKIPPING = set(
-    [
-        "<tool_call>",
-        "</tool_call>",
-        "<|fim_prefix|>",
-        "<|fim_middle|>",
-        "<|fim_suffix|>",
-        "<|fim_pad|>",
-        "<|repo_name|>",
-        "<|file_sep|>",
-        "<tool_response>",
-        "</tool_response>",
-        "<think>",
-        "</think>",
-    ]
-)
+KEPT_WHEN_SKIPPING = {
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+}
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
