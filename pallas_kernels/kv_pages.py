@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_codecs import Packed, decode_stored, encode, packed_struct
-
-PAGE = 64
+from pallas_kernels.kv_formats import PAGE
 
 
 class KVPages(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ninfer_jax.checkpoints.safetensors_file import CheckpointError, TensorInfo, load_json, read_header
+from ninfer_jax.files import FileError, directory, head_of, kind_of, looks_like, shown, user_path
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -54,15 +55,13 @@ class Checkpoint:
         Raises CheckpointError, one line naming the file and the tensor: a file or an index that is missing, cut short,
         too long or damaged; an index and shards that disagree; a tensor held twice, also when only the prefixes differ.
         """
-        path = Path(path)
-        if path.is_file() and path.suffix == ".safetensors":
-            found = list(read_header(path).values())
-        elif path.is_dir():
-            found = _open_directory(path)
-        elif path.exists():
-            raise CheckpointError(f"{path} is neither a directory nor a .safetensors file")
-        else:
-            raise CheckpointError(f"{path} does not exist")
+        try:
+            path = user_path(path, "checkpoint")
+            found = _open_path(path)
+        except CheckpointError:
+            raise
+        except FileError as error:
+            raise CheckpointError(str(error)) from None
 
         by_name: dict[str, TensorInfo] = {}
         for info in found:
@@ -84,6 +83,18 @@ class Checkpoint:
     def has_mtp(self) -> bool:
         """Whether any `mtp.*` tensor is present. Whether all of them are is checked against the specs when loading."""
         return any(name.startswith("mtp.") for name in self.tensors)
+
+
+def _open_path(path: Path) -> list[TensorInfo]:
+    kind = kind_of(path)
+    if kind == "a directory":
+        return _open_directory(directory(path))
+    if kind == "a file" and path.suffix == ".safetensors":
+        return list(read_header(path).values())
+    if kind is None:
+        raise CheckpointError(f"{shown(path)} does not exist")
+    known = looks_like(head_of(path)) if kind == "a file" else None
+    raise CheckpointError(f"{shown(path)} is {known or kind}: neither a directory nor a .safetensors file")
 
 
 def _open_directory(directory: Path) -> list[TensorInfo]:

@@ -6,7 +6,6 @@ cover the data exactly. The `safetensors` library refuses most broken files too,
 the checks here do, and the library reads the data.
 """
 
-import json
 import math
 import struct
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers "bfloat16" with numpy, which safe_open needs)
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from ninfer_jax.files import FileError, parse_json
 
 # The library's own limit. A larger length means that the first eight bytes are not a header length.
 MAX_HEADER_BYTES = 100_000_000
@@ -48,12 +49,8 @@ _DTYPE_BITS = {
 }
 
 
-class CheckpointError(ValueError):
+class CheckpointError(FileError):
     """A checkpoint that cannot be loaded as it is. The message is one line and names the file or the tensor."""
-
-    def __init__(self, message: str):
-        # Tensor names come from the file and may hold anything.
-        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
 
 
 @dataclass(frozen=True)
@@ -73,25 +70,11 @@ class TensorInfo:
 
 
 def load_json(text: str | bytes, what: str) -> Any:
-    """Parses JSON as `json.loads` does, but refuses a key given twice instead of keeping the last.
-
-    Raises CheckpointError that begins with `what`.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise CheckpointError(f"{what} lists {twice} twice")
-        return result
-
+    """What `ninfer_jax.files.parse_json` gives, for a file of a checkpoint. Raises CheckpointError that begins with `what`."""
     try:
-        return json.loads(text, object_pairs_hook=unique)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not JSON ({error}): the file is damaged, fetch it again") from error
+        return parse_json(text, what)
+    except FileError as error:
+        raise CheckpointError(f"{error}: the file is damaged, fetch it again") from error
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.kv_codecs import check_format
-from pallas_kernels.kv_pages import PAGE
+from pallas_kernels.kv_formats import PAGE, check_format
 
 MAX_CONTEXT = 262_144
 MAX_DRAFT = 5

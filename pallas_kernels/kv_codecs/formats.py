@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-FORMATS = ("f32", "bf16", "int8", "rk8v4", "rk4v4", "rk4v4-e8")
+from pallas_kernels.kv_formats import ROTATION_GROUP, check_format
+
 PARTS = ("k", "v")
 
-ROTATION_GROUP = 64  # dims turned by one Hadamard matrix, and dims under one int8 scale
 SCALE_GROUP = 32  # dims under one 4-bit scale byte
 WORD_DIMS = 8  # 4-bit codes in one uint32
 
@@ -67,17 +67,6 @@ _LAYOUTS = {  # format -> (layout of K, layout of V)
     "rk4v4": (_INT4, _INT4),
     "rk4v4-e8": (_E8, _E8),
 }
-
-
-def check_format(format: str, head_dim: int | None = None) -> str:
-    """Returns `format`; ValueError if it is unknown or cannot hold vectors of `head_dim` numbers."""
-    if format not in FORMATS:
-        raise ValueError(f"kv format {format!r} is unknown; known formats: {', '.join(FORMATS)}")
-    if head_dim is not None and (head_dim <= 0 or head_dim % ROTATION_GROUP):
-        raise ValueError(
-            f"head_dim {head_dim} does not fit kv format {format!r}: it must be a positive multiple of {ROTATION_GROUP}"
-        )
-    return format
 
 
 def layout_of(format: str, part: str, head_dim: int | None = None) -> Layout:
