@@ -63,7 +63,8 @@ def binary_tool(name: str) -> str:
     # XLA assembles with the nvcc wheel's ptxas, so that one comes first.
     for module, folder in (("nvidia.cuda_nvcc", "bin"), ("triton", "backends/nvidia/bin")):
         if _installed(module):
-            for root in importlib.util.find_spec(module).submodule_search_locations:
+            spec = importlib.util.find_spec(module)
+            for root in (spec and spec.submodule_search_locations) or ():
                 if (Path(root) / folder / name).is_file():
                     return str(Path(root) / folder / name)
     raise RuntimeError(f"{name} is not in the installed wheels; {_INSTALL}")

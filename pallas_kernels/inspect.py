@@ -159,10 +159,10 @@ def report(fn: Callable, args: Sequence[Any], target: str = "rtx4090", *, donate
             smem_bytes=found.pop("static_smem") + int(m[9] or 0),
             **found,
         )
-    calls = triton_calls(compiled.as_text())
+    calls = triton_calls(compiled.as_text() or "")
     for call in calls:
         kernels[call.name] = call.kernel(card, calls.count(call))
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()  # there for every compiled program, whatever its type says
     return Report(
         target=card,
         kernels=kernels,
@@ -255,21 +255,29 @@ def _fields(message: bytes) -> dict[int, Any]:
     return fields
 
 
+def _read(pattern: str, text: str) -> re.Match[str]:
+    """The first match of `pattern` in what a compiler's tool printed; RuntimeError where there is none."""
+    found = re.search(pattern, text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"ptxas printed nothing that matches {pattern!r}: {text[:200]!r}")
+    return found
+
+
 def _assemble(ptx: Path, card: targets.Target) -> dict[str, dict]:
     """Assemble one PTX file: per kernel the resources `ptxas -v` prints and the machine code."""
     cubin = ptx.with_suffix(".cubin")
-    arch = re.search(r"^\.target (sm_\w+)", ptx.read_text(), re.M)[1]
+    arch = _read(r"^\.target (sm_\w+)", ptx.read_text())[1]
     log = _run("ptxas", "-v", f"-arch={arch}", str(ptx), "-o", str(cubin))
     sass = _run("nvdisasm", "-c", str(cubin))
     kernels = {}
     for entry in re.split(r"Compiling entry function ", log)[1:]:
-        name = re.match(r"'(\S+)'", entry)[1]
-        stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry).groups()
+        name = _read(r"^'(\S+)'", entry)[1]
+        spilled = _read(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
         static = re.search(r"(\d+) bytes smem", entry)
         straight, loops = _loops(sass, name)
         kernels[name] = {
-            "registers": int(re.search(r"Used (\d+) registers", entry)[1]),
-            "spill_bytes": int(stores) + int(loads),
+            "registers": int(_read(r"Used (\d+) registers", entry)[1]),
+            "spill_bytes": int(spilled[1]) + int(spilled[2]),
             "static_smem": int(static[1]) if static else 0,
             "straight": straight,
             "loops": loops,

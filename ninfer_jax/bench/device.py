@@ -34,7 +34,7 @@ class PeakMemory:
     after is known only to have stayed below: that is None, not a number.
     """
 
-    def __init__(self, device: jax.Device):
+    def __init__(self, device: jax.Device):  # pyright: ignore[reportInvalidTypeForm]
         self._device = device
         self.what = PROCESS_PEAK if device.memory_stats() is None else DEVICE_PEAK
         self.restart()
@@ -69,7 +69,7 @@ def _forget_peak() -> bool:
     return True
 
 
-def energy_meter(device: jax.Device) -> Callable[[], float] | None:
+def energy_meter(device: jax.Device) -> Callable[[], float] | None:  # pyright: ignore[reportInvalidTypeForm]
     """Joules that the card has taken since its driver was loaded, by NVML; None where no NVML answers or where it is
     unclear which of several cards is meant."""
     if device.platform != "gpu":
@@ -90,7 +90,7 @@ def energy_meter(device: jax.Device) -> Callable[[], float] | None:
     return lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000  # it counts millijoules
 
 
-def _card(nvml: Any, device: jax.Device) -> Any:
+def _card(nvml: Any, device: jax.Device) -> Any:  # pyright: ignore[reportInvalidTypeForm]
     """NVML counts the cards by bus, CUDA by speed and only the visible ones: clear with one card, a UUID, or by bus."""
     if nvml.nvmlDeviceGetCount() == 1:
         return nvml.nvmlDeviceGetHandleByIndex(0)
@@ -112,7 +112,7 @@ def versions() -> dict[str, str]:
         "ninfer_jax": importlib.metadata.version("ninfer-jax"),
         "source": _source(),
         "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "python": platform.python_version(),
         "backend": device.client.platform_version.splitlines()[0],
         "device": device.device_kind if device.platform != "cpu" else f"{_cpu_name()}, {cores} cores",

@@ -67,10 +67,19 @@ def memory_by_context(rows: Sequence[Row]) -> Figure | None:
     rows = [row for row in rows if row.memory and row.memory.bytes is not None]
     if not rows:
         return None
+
+    def peak(row: Row) -> int:
+        assert row.memory is not None and row.memory.bytes is not None
+        return row.memory.bytes
+
+    def context(row: Row) -> int:
+        assert row.context is not None
+        return row.context
+
     figure, panels = _figure(rows, 1)
-    for label, line in _lines(sorted(rows, key=lambda r: r.memory.bytes), ("kv", "draft", "slots"), lambda r: r.context):
-        panels[0].plot([r.context for r in line], [r.memory.bytes / 2**30 for r in line], marker="o", label=label)
-    what = ", ".join(sorted({r.memory.what for r in rows}))
+    for label, line in _lines(sorted(rows, key=peak), ("kv", "draft", "slots"), context):
+        panels[0].plot([context(r) for r in line], [peak(r) / 2**30 for r in line], marker="o", label=label)
+    what = ", ".join(sorted({r.memory.what for r in rows if r.memory}))
     panels[0].set(xlabel="context of a slot, tokens", ylabel=f"GiB ({what})", ylim=(0, None))
     return _finish(figure, panels)
 

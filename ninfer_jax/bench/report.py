@@ -159,6 +159,7 @@ def _ratio(new: Spread | None, old: Spread | None) -> str:
 
 
 def _memory_ratio(new: Row, old: Row) -> str:
-    known = [row.memory.bytes for row in (new, old) if row.memory and row.memory.bytes]
-    alike = len(known) == 2 and (new.memory.what, new.context) == (old.memory.what, old.context)
-    return f"{known[0] / known[1]:.3f}x" if alike else _NONE
+    if not (new.memory and old.memory and new.memory.bytes and old.memory.bytes):
+        return _NONE
+    alike = (new.memory.what, new.context) == (old.memory.what, old.context)
+    return f"{new.memory.bytes / old.memory.bytes:.3f}x" if alike else _NONE

@@ -142,8 +142,7 @@ def read_rows(path: Path) -> list[Row]:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(given, dict) or given.get("ninfer_jax_bench") != FORMAT:
         raise ValueError(f"{path}: not a file of `ninfer-jax bench --json` (its ninfer_jax_bench must be {FORMAT})")
-    rows = given.get("rows")
     try:
-        return [Row.from_json(row) for row in rows]
+        return [Row.from_json(row) for row in given["rows"]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: a row is damaged ({type(error).__name__}: {error}); measure again into another file") from None

@@ -89,7 +89,6 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
 }
 _ROPE_IMPLEMENTED: dict[str, tuple[Any, ...]] = {"rope_type": ("default",), "type": ("default",), "mrope_interleaved": (True,)}
 _ROPE_READ = frozenset({"rope_theta", "partial_rotary_factor", "mrope_section"})
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -280,8 +279,8 @@ def _refuse_rope(rope: Mapping[str, Any]) -> None:
     for key, value in rope.items():
         if key in _ROPE_READ:
             continue
-        allowed = _ROPE_IMPLEMENTED.get(key, _MISSING)
-        if allowed is _MISSING:
+        allowed = _ROPE_IMPLEMENTED.get(key)
+        if allowed is None:
             raise ValueError(f"config.json: rope_parameters.{key} (value {value!r}) is not known to this engine")
         if value not in allowed:
             raise ValueError(f"config.json: rope_parameters.{key} is {value!r}, implemented: {', '.join(map(repr, allowed))}")

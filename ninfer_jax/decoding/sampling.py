@@ -7,7 +7,7 @@ is reproducible, does not depend on the other slots, and comes out the same with
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,8 @@ class Choice(NamedTuple):
 
 def sampling_struct(slots: int, vocab: int) -> SamplingState:
     """Shapes and dtypes of a `SamplingState`."""
-    number, integer = jax.ShapeDtypeStruct((slots,), jnp.float32), jax.ShapeDtypeStruct((slots,), jnp.int32)
+    struct: Any = jax.ShapeDtypeStruct
+    number, integer, flag = (struct((slots,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool_))
     return SamplingState(
         temperature=number,
         top_k=integer,
@@ -65,14 +66,14 @@ def sampling_struct(slots: int, vocab: int) -> SamplingState:
         presence=number,
         frequency=number,
         repetition=number,
-        key=jax.ShapeDtypeStruct((slots, 2), jnp.uint32),
+        key=struct((slots, 2), jnp.uint32),
         emitted=integer,
-        top_logprobs=jax.ShapeDtypeStruct((slots,), jnp.bool_),
-        all_logits=jax.ShapeDtypeStruct((slots,), jnp.bool_),
-        stop_ids=jax.ShapeDtypeStruct((slots, MAX_STOP_IDS), jnp.int32),
-        bias=jax.ShapeDtypeStruct((slots, vocab), jnp.float32),
-        counts=jax.ShapeDtypeStruct((slots, vocab), jnp.int32),
-        in_prompt=jax.ShapeDtypeStruct((slots, vocab), jnp.bool_),
+        top_logprobs=flag,
+        all_logits=flag,
+        stop_ids=struct((slots, MAX_STOP_IDS), jnp.int32),
+        bias=struct((slots, vocab), jnp.float32),
+        counts=struct((slots, vocab), jnp.int32),
+        in_prompt=struct((slots, vocab), jnp.bool_),
     )
 
 

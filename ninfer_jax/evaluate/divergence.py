@@ -70,9 +70,9 @@ def check_text(ids: SequenceOf[int], depths: SequenceOf[int], tokens: int) -> No
 def compare(kv: str, depth: int, reference: np.ndarray, other: np.ndarray, targets: SequenceOf[int]) -> Divergence:
     """Log-probabilities `[tokens, ids]` of both, and the true next token of each row."""
     kl = kl_divergence(reference, other)
-    rows, targets = np.arange(len(kl)), np.asarray(targets)
+    rows, expected = np.arange(len(kl)), np.asarray(targets)
     error = float(kl.std(ddof=1) / np.sqrt(len(kl))) if len(kl) > 1 else 0.0
-    losses = [float(-x[rows, targets].mean(dtype=np.float64)) for x in (other, reference)]
+    losses = [float(-x[rows, expected].mean(dtype=np.float64)) for x in (other, reference)]
     return Divergence(
         kv=kv,
         depth=depth,

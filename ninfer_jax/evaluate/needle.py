@@ -6,6 +6,7 @@ needle in the text gives the answer away; the other needles are there to be conf
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -56,13 +57,18 @@ class Cell:
     answer_nats: float | None
     blind_nats: float | None
 
+    @property
+    def help_nats(self) -> float:
+        """How much the needle lowers the answer's -log p, nats a token; NaN where messages are used."""
+        return math.nan if self.blind_nats is None or self.answer_nats is None else self.blind_nats - self.answer_nats
+
 
 @dataclass(frozen=True)
 class Haystack:
     """ids: the text with all needles; keys and numbers: in the order of the depths; spans: where each needle lies in ids."""
 
     ids: list[int]
-    keys: list[str]
+    keys: SequenceOf[str]
     numbers: list[str]
     spans: list[tuple[int, int]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -45,12 +46,12 @@ def plot_needles(file: Path, grids: Mapping[str, SequenceOf[Cell]], value: str =
     lowers the answer's -log p, nats a token."""
     figure = Figure(figsize=(1.2 + 2.6 * len(grids), 3.2), layout="constrained")
     panels = figure.subplots(1, len(grids), squeeze=False)[0]
-    image = None
+    image: Any = None
     for axes, (kv, cells) in zip(panels, grids.items(), strict=True):
         lengths, depths = sorted({c.length for c in cells}), sorted({c.depth for c in cells})
         shown = np.zeros((len(depths), len(lengths)))
         for c in cells:
-            shown[depths.index(c.depth), lengths.index(c.length)] = c.found if value == "found" else c.blind_nats - c.answer_nats
+            shown[depths.index(c.depth), lengths.index(c.length)] = c.found if value == "found" else c.help_nats
         low, high = (0, 1) if value == "found" else (-3, 3)
         image = axes.imshow(shown, aspect="auto", cmap="RdYlGn", vmin=low, vmax=high)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])

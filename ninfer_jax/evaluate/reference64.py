@@ -6,6 +6,7 @@ It takes the engine's own weights, so what differs from it is arithmetic alone. 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,8 @@ class Float64Model:
             raise ValueError(f"{takes}; use --reference decode")
         self.config = config
         self._embed, self._norm = _f64(model.embed_tokens.weight), _f64(model.norm.weight)
-        self._head = self._embed if config.tied_embeddings else _f64(model.lm_head.weight)
+        head: Any = getattr(model, "lm_head", None)  # plain, as the layers are; absent where it is the embedding
+        self._head = self._embed if head is None else _f64(head.weight)
         self._layers = [_Layer(layer, config) for layer in layers]
         self._length = 0
 
@@ -101,7 +103,7 @@ class _Layer:
         a, b = np.split(x @ self.gates.T, 2, axis=-1)
         window = np.concatenate([self.window, raw])
         self.window = window[count:]
-        mixed = _silu(sum(window[tap : tap + count] * self.taps[:, tap] for tap in range(c.conv_width)))
+        mixed = _silu(np.sum([window[tap : tap + count] * self.taps[:, tap] for tap in range(c.conv_width)], axis=0))
         size = c.gdn_key_heads * c.gdn_key_dim
         q, k = (mixed[:, n * size : (n + 1) * size].reshape(count, c.gdn_key_heads, -1) for n in (0, 1))
         q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))

@@ -50,6 +50,9 @@ def describe(
 class Embedding(nnx.Module):
     """Rows of `[vocab, hidden]`, no scale; quantised where the recipe says so."""
 
+    codes: Weight
+    scales: Weight
+
     def __init__(self, vocab: int, hidden: int, dtype: jnp.dtype, recipe: Recipe | None = None):
         self.format = recipe and recipe.formats.get("embed")
         if self.format is None:
@@ -89,8 +92,7 @@ class Linear(nnx.Module):
     """
 
     def __init__(self, n_in: int, outputs: int | Mapping[str, int], dtype: jnp.dtype, role: str):
-        parts = None if isinstance(outputs, int) else tuple(outputs.items())
-        n_out = outputs if parts is None else sum(columns for _, columns in parts)
+        n_out, parts = _columns(outputs)
         self.weight = describe((n_out, n_in), dtype, role, parts)
 
     def __call__(
@@ -111,12 +113,20 @@ class Linear(nnx.Module):
         return y if residual is None else residual + y
 
 
+def _columns(outputs: int | Mapping[str, int]) -> tuple[int, tuple[tuple[str, int], ...] | None]:
+    """Columns of a projection's result in all, and of each of its parts where it has some."""
+    return (outputs, None) if isinstance(outputs, int) else (sum(outputs.values()), tuple(outputs.items()))
+
+
 class QuantisedLinear(nnx.Module):
     """The same with a weight of 4 or 8 bits, everything in one launch on a GPU; arguments as for `Linear`."""
 
+    words: Weight
+    scales: Weight
+    unit: Weight
+
     def __init__(self, n_in: int, outputs: int | Mapping[str, int], dtype: jnp.dtype, role: str, format: WeightFormat):
-        parts = None if isinstance(outputs, int) else tuple(outputs.items())
-        n_out = outputs if parts is None else sum(columns for _, columns in parts)
+        n_out, parts = _columns(outputs)
         self.format, self.shape, self._parts, self._role = format, (n_in, n_out), parts, role
         self._describe()
 

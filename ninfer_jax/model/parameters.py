@@ -12,7 +12,7 @@ from flax import nnx
 
 from ninfer_jax.checkpoints import ParameterSpec, TensorSpec
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]  # of a parameter in its model, as nnx gives it: names and indices
 
 
 def parameters_of(model: nnx.Module) -> list[ParameterSpec]:
@@ -20,14 +20,14 @@ def parameters_of(model: nnx.Module) -> list[ParameterSpec]:
     found: dict[str, ParameterSpec] = {}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         about = leaf.get_metadata()
-        name, array = _join(path[:-1]), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        field, name, array = str(path[-1]), _join(path[:-1]), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         if about["stored"] is None:
-            spec = ParameterSpec(name, about["role"], {path[-1]: array}, _tensors(path, leaf), None)
+            spec = ParameterSpec(name, about["role"], {field: array}, _tensors(path, leaf), None)
             found[_join(path)] = spec
         elif name in found:
-            found[name].arrays[path[-1]] = array
+            found[name].arrays[field] = array
         else:
-            found[name] = ParameterSpec(name, about["role"], {path[-1]: array}, _tensors(path, leaf), about["stored"])
+            found[name] = ParameterSpec(name, about["role"], {field: array}, _tensors(path, leaf), about["stored"])
     return list(found.values())
 
 

@@ -129,6 +129,7 @@ class TextModel(nnx.Module):
 
     def candidates(self, hidden: jax.Array, k: int, valid: int) -> tuple[jax.Array, jax.Array]:
         """The k largest of the first `valid` logits `[tokens, k]`, falling, and their ids; for `has_candidates` only."""
+        assert isinstance(self.lm_head, QuantisedLinear)
         return head_candidates(hidden, self.lm_head.quantised, k=k, valid=valid)
 
     @property
@@ -138,6 +139,7 @@ class TextModel(nnx.Module):
 
     def reduced_choice(self, hidden: jax.Array) -> jax.Array:
         """The most likely id of each row of final-normed hidden `[tokens, hidden]` in the reduced head, int32 `[tokens]`."""
+        assert isinstance(self.mtp.draft_head, QuantisedLinear)
         head = self.mtp.draft_head.quantised
         return self.mtp.draft_ids[...][head_candidates(hidden, head, k=1, valid=head.shape[1])[1][:, 0]]
 

@@ -73,7 +73,7 @@ def facts_of(
     name: str, target: str, compiled: jax.stages.Compiled, lower_s: float, compile_s: float, thunks: str = ""
 ) -> Compilation:
     """The facts of a compiled program; thunks: XLA's dump of its steps, which only a card's compiler writes."""
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()  # there for every compiled program, whatever its type says
     kernels: collections.Counter = collections.Counter()
     counts: collections.Counter = collections.Counter()
     for line in thunks.splitlines():

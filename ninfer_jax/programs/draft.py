@@ -30,6 +30,7 @@ def propose(
     it reads (tokens[r], hidden[r]). These rows overwrite what earlier drafts guessed there.
     """
     pool = state.mtp_kv
+    assert pool is not None  # there wherever there are drafts
     y, pool = _mtp_rows(model, state, pool, tokens, hidden, position, emitted > 0, kv)
     row = jnp.maximum(emitted - 1, 0)
     y = jnp.take_along_axis(y, row[:, None, None], axis=1)

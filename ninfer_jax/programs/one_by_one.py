@@ -63,6 +63,7 @@ class Rows(NamedTuple):
 
         records = self.records
         for layer, replay in enumerate(done.replays):
+            assert records is not None
             fresh = replay.transitions, raw_inputs(replay, records[1].shape[-1])
             records = jax.tree.map(lambda to, x, layer=layer: write(to, x, layer), records, fresh)
         return Rows(write(self.logits, logits), write(self.hidden, done.hidden), records)
@@ -74,6 +75,7 @@ class Rows(NamedTuple):
             found = jax.lax.dynamic_slice(x, (layer, slot, row, *(0,) * (x.ndim - 3)), (1, 1, 1, *x.shape[3:]))
             return found.reshape(1, *x.shape[3:])
 
+        assert self.records is not None  # asked for by a layer that has them
         return jax.tree.map(read, self.records[0])
 
 
@@ -139,7 +141,9 @@ def fold_rows_one_by_one(state: State, out: Rows, emitted: jax.Array) -> State:
         return put_back(states, _replay(own, out, slot, jnp.int32(0), emitted[slot], zero), slot)
 
     recurrent = one_slot(jnp.int32(0), state.recurrent) if count == 1 else jax.lax.fori_loop(0, count, one_slot, state.recurrent)
-    conv = tuple(shift_window(c, out.records[1][layer], emitted) for layer, c in enumerate(state.conv))
+    conv = state.conv
+    if out.records is not None:
+        conv = tuple(shift_window(c, out.records[1][layer], emitted) for layer, c in enumerate(conv))
     return state._replace(recurrent=recurrent, conv=conv)
 
 

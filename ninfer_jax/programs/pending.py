@@ -17,7 +17,7 @@ from pallas_kernels.elementary import opaque_zero
 def accept(state: State, active: jax.Array, emitted: jax.Array) -> State:
     """After a pass: of its rows the first `emitted[slot]` stay. active bool and emitted int32 `[S]`, those of the pass."""
     pending = state.pending
-    if not pending.records:
+    if pending is None or not pending.records:
         return state
     after = (pending.start + pending.count) % pending.records[0].shape[1]
     start, count = jnp.where(active, after, pending.start), jnp.where(active, emitted, pending.count)

@@ -64,6 +64,7 @@ def prefill_chunk(model: TextModel, state: State, inputs: PrefillInputs, kv: str
     hidden = model.norm(h)
     state = state._replace(kv=tuple(kv_pools), recurrent=tuple(recurrent), conv=tuple(conv))
     if model.has_mtp:
+        assert state.mtp_kv is not None  # they come together
         state = state._replace(mtp_kv=_fill_mtp(model, state.mtp_kv, hidden, inputs, table, where, cos, sin, kv))
     return _advance(state, inputs, hidden, valid), hidden
 

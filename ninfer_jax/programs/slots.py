@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ninfer_jax.decoding import SamplingParams, needs_all_logits
 from ninfer_jax.decoding.params import MAX_BIASES, MAX_STOP_IDS
@@ -16,22 +17,22 @@ from ninfer_jax.state import State
 class Admission(NamedTuple):
     """A new sequence for `slot`: its block-table row, how many tokens it may emit, and its sampling settings."""
 
-    slot: jax.Array
-    table: jax.Array
-    left: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    repetition: jax.Array
-    key: jax.Array
-    top_logprobs: jax.Array
-    all_logits: jax.Array
-    stop_ids: jax.Array
-    bias_ids: jax.Array
-    bias_values: jax.Array
+    slot: ArrayLike
+    table: ArrayLike
+    left: ArrayLike
+    temperature: ArrayLike
+    top_k: ArrayLike
+    top_p: ArrayLike
+    min_p: ArrayLike
+    presence: ArrayLike
+    frequency: ArrayLike
+    repetition: ArrayLike
+    key: ArrayLike
+    top_logprobs: ArrayLike
+    all_logits: ArrayLike
+    stop_ids: ArrayLike
+    bias_ids: ArrayLike
+    bias_values: ArrayLike
 
 
 def admission(slot: int, table: np.ndarray, left: int, params: SamplingParams, seed: int, stop_ids: tuple[int, ...]) -> Admission:
@@ -66,7 +67,7 @@ def admit(state: State, new: Admission) -> State:
     """An empty sequence in `new.slot`: states zeroed, history forgotten, nothing consumed yet."""
     slot = new.slot
 
-    def put(array: jax.Array, value: jax.Array | int) -> jax.Array:
+    def put(array: jax.Array, value: ArrayLike) -> jax.Array:
         return array.at[slot].set(value)
 
     slots, sampling = state.slots, state.sampling

@@ -30,9 +30,10 @@ def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: st
     """rows int32 `[S, R]`, all in one pass: every weight is read once for the whole round. Returns final-normed hidden
     `[S, R, hidden]` and the state with the rows' keys, values and records; `pending.accept` says how many are to stay."""
     slots, pending = state.slots, state.pending
+    assert pending is not None  # rows that go together wait together
     # A slot that takes no part keeps what waits in it.
     count = jnp.where(slots.active, pending.count, -1)
-    zero = opaque_zero(slots.length)
+    zero, begin = opaque_zero(slots.length), pending.start
     recurrent, conv, records = list(state.recurrent), list(state.conv), list(pending.records)
 
     def core(at: int, mixer: GatedDeltaNet, projected: jax.Array, ab: jax.Array) -> jax.Array:
@@ -42,7 +43,7 @@ def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: st
             conv[at],
             recurrent[at],
             records[at],
-            pending.start,
+            begin,
             count,
             *mixer.constants,
             zero,

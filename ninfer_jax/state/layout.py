@@ -5,7 +5,7 @@ Each array has the slot axis first, except the page pools, which all slots share
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dt
 def state_struct(model: ModelConfig, shape: StateShape) -> State:
     """The state as `jax.ShapeDtypeStruct` leaves: for allocating, planning and lowering."""
     s, dtype = shape.slots, shape.dtype
-    array = jax.ShapeDtypeStruct
+    array: Any = jax.ShapeDtypeStruct
 
     def pool() -> KVPages:
         return pages_struct(shape.kv, shape.pages, model.kv_heads, model.head_dim)

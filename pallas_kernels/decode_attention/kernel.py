@@ -112,7 +112,9 @@ def decode_attention(
         num_stages=config.stages,
         interpret=interpret,
     )(*operands)
-    return merge(*partial, projected, filled, rows=rows, page=PAGE, rotated=uses_rotation(format), interpret=interpret)
+    sums, tops, totals = partial
+    rotated = uses_rotation(format)
+    return merge(sums, tops, totals, projected, filled, rows=rows, page=PAGE, rotated=rotated, interpret=interpret)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,10 +34,10 @@ _AND_OR, _AND_XOR = 0xEA, 0x6A  # lop3 tables of (a & b) | c and (a & b) ^ c
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Codes and scales of one page's keys or values as they lie in memory, or in parts."""
+    """Codes and scales of one page's keys or values as they lie in memory, or in parts; no scales of float pages."""
 
     codes: list[jax.Array]
-    scales: list[jax.Array] | None = None
+    scales: list[jax.Array] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,7 +152,7 @@ class Case(Heads):
         return drawn
 
     def reference(self, *arguments: Any) -> Any:
-        return reference.delta_decode(*arguments, jnp.int32(0), rows=self.rows, eps=EPS)
+        return reference.delta_decode(*arguments, zero=jnp.int32(0), rows=self.rows, eps=EPS)
 
     @property
     def ideal_bytes(self) -> int:

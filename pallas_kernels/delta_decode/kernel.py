@@ -113,10 +113,10 @@ def _decode_kernel(*refs: Any, shape: DecodeShape) -> None:
         for row, (qk, v, (decay, beta)) in enumerate(zip(pairs, vs, gates, strict=True)):
             v = v.astype(jnp.float32)
             shape.layout.store(records, slot, jax.lax.rem(at + row, shape.ring), head, qk, v, decay, beta)
-            _, k = step.column_pair(qk, shape.layout.value_dim)
+            k = step.column_pair(qk, shape.layout.value_dim)[1]
             u = step.update(state, k, v, decay, beta, shape.interpret)
             state = step.advance(state, k, u, decay, shape.interpret)
-            q, _ = step.column_pair(qk * shape.layout.key_dim**-0.5, shape.layout.value_dim)
+            q = step.column_pair(qk * shape.layout.key_dim**-0.5, shape.layout.value_dim)[0]
             x = step.read_out(state, q, shape.interpret)
             _finish(x, projected, norm, out, first + row, head, shape)
 

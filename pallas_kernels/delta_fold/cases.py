@@ -45,7 +45,7 @@ class Case(Heads):
         return [state, conv, self.sample_records(keys[2]), *self.sample_waiting()]
 
     def reference(self, *arguments: Any) -> Any:
-        return reference.delta_fold(*arguments, jnp.int32(0), width=self.width)
+        return reference.delta_fold(*arguments, zero=jnp.int32(0), width=self.width)
 
     @property
     def ideal_bytes(self) -> int:

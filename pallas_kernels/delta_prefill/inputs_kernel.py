@@ -52,11 +52,12 @@ def token_inputs(
     """The arguments are those of `delta_prefill.delta_prefill`, slot and count as int32 `[1]`; dim: of key and value heads."""
     tokens, value_heads = projected.shape[0], a_log.shape[0]
     channels, _, width = taps.shape
+    struct: Any = jax.ShapeDtypeStruct
     out = Inputs(
-        jax.ShapeDtypeStruct((tokens, channels), projected.dtype),
-        jax.ShapeDtypeStruct((2 * key_heads, tokens), jnp.float32),
-        jax.ShapeDtypeStruct((3, value_heads, tokens), jnp.float32),
-        jax.ShapeDtypeStruct((width - 1, channels), conv.dtype),
+        struct((tokens, channels), projected.dtype),
+        struct((2 * key_heads, tokens), jnp.float32),
+        struct((3, value_heads, tokens), jnp.float32),
+        struct((width - 1, channels), conv.dtype),
     )
     operands = (projected, ab, conv, taps, a_log, dt_bias, slot, count)
     return launch.launch(

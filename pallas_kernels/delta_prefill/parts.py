@@ -32,13 +32,13 @@ def split(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
 
 def dot(a: Sequence[jax.Array], b: Sequence[jax.Array], start: jax.Array | None = None) -> jax.Array:
     """start + the matrix product of sums of parts, float32. Pairs of parts below the last bit kept are left out."""
-    total = start
     # Part by part of b, so that only one of them is held in registers; the smallest first.
-    for j in reversed(range(len(b))):
-        for i in reversed(range(len(a))):
-            if i + j < max(len(a), len(b)):
-                one = launch.dot(a[i], b[j])
-                total = one if total is None else total + one
+    pairs = [(i, j) for j in reversed(range(len(b))) for i in reversed(range(len(a))) if i + j < max(len(a), len(b))]
+    (i, j), *rest = pairs
+    one = launch.dot(a[i], b[j])
+    total = one if start is None else start + one
+    for i, j in rest:
+        total = total + launch.dot(a[i], b[j])
     return total
 
 

@@ -111,6 +111,7 @@ def _kernel(
             s = parts.split(s, 3)
             read_k = parts.dot(s, [k_part.T], read_k)
             read_q = parts.dot(s[:2], [q_part.T], read_q)
+        assert read_k is not None and read_q is not None  # a head has a slice of keys at least
         v = launch.load(mixed_ref, (rows, values)).T.astype(jnp.float32)
         r = parts.split(v - read_k * factor(READ_K), 3)
         out = parts.dot(r[:M_PARTS], matrix(W_PARTS, M_PARTS), read_q * factor(READ_Q))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,9 @@ def structure(rows: int, size: int, *, bits: int, group: int) -> QuantisedRows:
         raise ValueError(f"bits: {bits} is not one of {tuple(_TOP)}")
     if size % group or group % 2:
         raise ValueError(f"group: {group} must be even and divide the row size {size}")
-    codes = jax.ShapeDtypeStruct((rows, size * bits // 8), jnp.uint8 if bits == 4 else jnp.int8)
-    return QuantisedRows(codes, jax.ShapeDtypeStruct((rows, size // group), jnp.bfloat16), bits, group)
+    struct: Any = jax.ShapeDtypeStruct
+    codes = struct((rows, size * bits // 8), jnp.uint8 if bits == 4 else jnp.int8)
+    return QuantisedRows(codes, struct((rows, size // group), jnp.bfloat16), bits, group)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "group"))

@@ -24,11 +24,9 @@ _EXTRA = "Python 3.12 or newer and the extra: pip install 'ninfer-jax[triton]'"
 class Case(Protocol):
     """One call of a kernel with fixed shapes.
 
-    Optional beside these: `donate` (positions of arguments updated in place), `other_trips()` (passes of the loops
-    without tensor-core instructions, by address), `moved_bytes(report)` where a kernel touches only part of its
-    arguments. For `check`: `sample(key)`, `reference(*arguments)`, `allowed_error`. For `bench`: `fill(key)`, arguments
-    where those of `sample` take too much memory. For `tune`: `configs()` (candidate block sizes, dataclasses of numbers,
-    the default first), `key` (what `tuned` knows the shape by) and `call(..., config=)`.
+    A case may also have `donate` (positions of arguments updated in place), `other_trips()` (passes of the loops without
+    tensor-core instructions, by address), and `fill(key)` for `bench`: arguments where those of `sample` take too much
+    memory. What is marked as such below may be missing.
     """
 
     op: str
@@ -36,15 +34,36 @@ class Case(Protocol):
     ideal_bytes: int  # what has to be read and written, each byte once
     weight_bytes: int  # the bytes `thread_instructions_per_byte` is counted against
     multiply_adds: int
+    allowed_error: float  # relative, of `check`
+    key: str  # of `tune`, may be missing: what `tuned` knows the shape by
 
     def arguments(self) -> list[Any]:
         """Shape structs for `call`."""
+        raise NotImplementedError
 
-    def call(self, *arguments: Any, interpret: bool = False) -> Any:
-        """Run the kernel."""
+    def call(self, *arguments: Any, interpret: bool = False, config: Any = None) -> Any:
+        """The kernel's result; `config` only where there are `configs`."""
+        raise NotImplementedError
+
+    def sample(self, key: Any) -> list[Any]:
+        """Random arguments for `call`."""
+        raise NotImplementedError
+
+    def reference(self, *arguments: Any) -> Any:
+        """The result that `call` should have, from code of its own."""
+        raise NotImplementedError
 
     def tensor_ops(self) -> int:
         """Warp-wide tensor-core instructions of the whole call (0: none)."""
+        raise NotImplementedError
+
+    def moved_bytes(self, report: Any) -> int:
+        """Bytes moved where a kernel touches only part of its arguments; may be missing."""
+        raise NotImplementedError
+
+    def configs(self) -> list[Any]:
+        """Candidate block sizes for `tune`, dataclasses of numbers, the default first; may be missing."""
+        raise NotImplementedError
 
 
 def cases(ops: list[str] | None = None, small: bool = False) -> list[Case]:

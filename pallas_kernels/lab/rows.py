@@ -68,7 +68,7 @@ def measure(case: Case, target: str, config: Any = None) -> Row:
         "issue": instructions / card.issue_rate,
         "tensor": case.multiply_adds / rate if case.tensor_ops() else 0.0,
     }
-    limit = max(times, key=times.get)
+    limit = max(times, key=times.__getitem__)
     return Row(
         op=case.op,
         case=case.name,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,8 @@ class QuantisedWeight:
 def structure(k: int, n: int, bits: int = 4, group: int = 64) -> QuantisedWeight:
     """A `QuantisedWeight` of shape structs, for compiling without weights."""
     check_format(bits, group)
-    w = QuantisedWeight(None, None, None, bits, group, (k, n))
+    nothing: Any = None
+    w = QuantisedWeight(nothing, nothing, nothing, bits, group, (k, n))
     return dataclasses.replace(
         w,
         words=jax.ShapeDtypeStruct((w.tiles * group // 32, w.padded_columns * 32), jnp.int16),
@@ -101,7 +103,7 @@ def quantise(weight: jax.Array, *, bits: int = 4, group: int = 64) -> QuantisedW
         raise ValueError(f"weight: {weight.dtype} {weight.shape} must be a float matrix [K, N]")
     codes, scales, unit = _quantise(weight, bits, group)
     w = structure(codes.shape[0], codes.shape[1], bits, group)
-    return QuantisedWeight(*_pack(codes, scales, unit, w), bits, group, weight.shape)
+    return QuantisedWeight(*_pack(codes, scales, unit, w), bits=bits, group=group, shape=(weight.shape[0], weight.shape[1]))
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "group"))
@@ -153,7 +155,7 @@ def pack(codes: jax.Array, scales: jax.Array, *, bits: int, shape: tuple[int, in
     group = k // groups
     check_format(bits, group)
     arrays = _pack(codes, *_round_scales(scales), structure(k, n, bits, group))
-    return QuantisedWeight(*arrays, bits, group, tuple(shape or (k, n)))
+    return QuantisedWeight(*arrays, bits=bits, group=group, shape=shape or (k, n))
 
 
 @jax.jit

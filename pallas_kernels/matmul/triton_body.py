@@ -3,6 +3,9 @@
 It is one function: inside Triton's interpreter, a kernel cannot call others that were not made for it.
 """
 
+# pyright: reportInvalidTypeForm=false
+# (Triton reads the annotations of its constants, and its module is a variable here.)
+
 from __future__ import annotations
 
 import importlib

@@ -55,7 +55,7 @@ def decode(
     config = config or kernel.default_config(columns, weight.group, swiglu)
     if COLUMNS % config.columns:
         raise ValueError(f"decode: {config.columns} columns a block must divide {COLUMNS}, the padding of weights")
-    options = dict(eps=eps, swiglu=swiglu, out_dtype=jnp.dtype(out_dtype), config=config)
+    options: dict[str, Any] = dict(eps=eps, swiglu=swiglu, out_dtype=jnp.dtype(out_dtype), config=config)
     if not interpret:
         return _launch(x, weight, norm, residual, **options)
     from pallas_kernels.matmul import triton_interpreter

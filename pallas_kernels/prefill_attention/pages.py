@@ -35,7 +35,7 @@ def inverse_rotation() -> np.ndarray:
     """
     stored, dim = np.arange(SEGMENT)[:, None], np.arange(SEGMENT)[None]
     common = ((stored >> 4) * 16 + (stored & 1) * 8 + ((stored >> 1) & 7)) & dim
-    parity = sum(common >> bit for bit in range(6)) & 1
+    parity = sum((common >> bit for bit in range(6)), np.zeros_like(common)) & 1
     return (0.125 - 0.25 * parity).astype(np.float32)
 
 
@@ -98,7 +98,7 @@ def scale_values(scales: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((((bits & 0x7F) << 20) + ((127 - 10) << 23)) | ((bits & 0x80) << 24), jnp.float32)
 
 
-def _for_each_word(scale: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def _for_each_word(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     tokens, n = shape
     return jnp.broadcast_to(scale[:, :, None], (tokens, n // 4, 4)).reshape(tokens, n)
 

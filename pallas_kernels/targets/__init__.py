@@ -89,13 +89,19 @@ def get(name: str) -> Target:
         raise ValueError(f"target: unknown card {name!r}; known: {', '.join(names())}")
     proto = (importlib.resources.files(__name__) / f"{name}.txtpb").read_text()
 
+    def read(pattern: str) -> str:
+        found = re.search(pattern, proto)
+        if found is None:
+            raise ValueError(f"target: {name}.txtpb has nothing that matches {pattern!r}")
+        return found[1]
+
     def number(key: str) -> float:
-        return float(re.search(rf"\b{key}: ([\d.]+)", proto)[1])
+        return float(read(rf"\b{key}: ([\d.]+)"))
 
     return Target(
         name=name,
-        description=re.search(r'device_description_str: "(.*)"', proto)[1],
-        compute_capability=(int(number("major")), int(re.search(r"major: \d+ minor: (\d+)", proto)[1])),
+        description=read(r'device_description_str: "(.*)"'),
+        compute_capability=(int(number("major")), int(read(r"major: \d+ minor: (\d+)"))),
         sms=int(number("core_count")),
         threads_per_sm=int(number("threads_per_core_limit")),
         registers_per_sm=int(number("registers_per_core_limit")),
