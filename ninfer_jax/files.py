@@ -221,6 +221,16 @@ def read_json(path: object, what: str = "path", label: str = "", limit: int = MA
     return parse_json(text, label + shown(Path(path)))
 
 
+def read_object(path: object) -> dict[str, Any]:
+    """The object in a JSON file; {} where there is no such file. FileError as `read_json`, and for another JSON value."""
+    if kind_of(file := user_path(path)) is None:
+        return {}
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise FileError(f"{shown(file)}: must be a JSON object")
+    return content
+
+
 def parse_json(text: str | bytes, name: str) -> Any:
     """The value in a JSON text. FileError, beginning with `name`: what is not JSON (or not UTF-8), is nested too deeply
     for Python, has a key twice in one object, of which all but the last would be lost, or a number of too many digits."""
@@ -251,3 +261,12 @@ def whole(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits, at most {MAX_DIGITS} are read")
     return int(digits)
+
+
+def lone_surrogate(text: str) -> str | None:
+    """What is wrong with a text that is no valid Unicode and so has no UTF-8, for a message that names the text; else None."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is a lone surrogate (U+{ord(text[error.start]):04X}): only valid Unicode can be encoded"
+    return None

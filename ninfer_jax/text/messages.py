@@ -1,10 +1,14 @@
 """Checks a list of chat messages and brings it into the one form that chat templates accept."""
 
-import json
+import math
 from collections.abc import Mapping
+from typing import Any
+
+from ninfer_jax.files import MAX_DIGITS, FileError, lone_surrogate, parse_json, shown
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_TOO_LONG = 10**MAX_DIGITS
 # Far beyond real tool schemas and arguments; keeps recursion over them within Python's stack.
 MAX_DEPTH = 100
 
@@ -49,7 +53,7 @@ def normalize_tools(tools: object) -> list[dict] | None:
             raise ValueError(f"tools[{index}].function: must be an object, not {_kind(function)}")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise ValueError(f"tools[{index}].function.name: must be a non-empty string")
-    return [_plain(tool, f"tools[{index}]") for index, tool in enumerate(tools)] or None
+    return [plain(tool, f"tools[{index}]") for index, tool in enumerate(tools)] or None
 
 
 def _message(message: object, where: str) -> dict:
@@ -60,7 +64,7 @@ def _message(message: object, where: str) -> dict:
     role = message["role"]
     if role not in _ROLES:
         raise ValueError(f"{where}.role: {role!r} is unknown, allowed are {', '.join(_ROLES)}")
-    message = _plain(message, where)
+    message = plain(message, where)
     checked = dict(message)
     calls = message.get("tool_calls")
     if calls is not None and role != "assistant":
@@ -126,34 +130,59 @@ def _arguments(arguments: object, where: str) -> dict:
     parsed = arguments
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments, parse_constant=_refuse_constant) if arguments.strip() else None
-        except (ValueError, RecursionError) as error:
+            parsed = parse_json(arguments, "the text") if arguments.strip() else None
+        except FileError as error:
             raise ValueError(f"{where}: not valid JSON ({error})") from None
     if parsed is None:
         return {}
     if not isinstance(parsed, Mapping):
         raise ValueError(f"{where}: must be an object of parameters or its JSON text, not {_kind(parsed)}")
-    return _plain(parsed, where)
+    return plain(parsed, where)
 
 
-def _plain(value: object, where: str, depth: int = 0) -> object:
-    """A deep copy made of JSON types only, so that no text can hide from the checks in an object of another type."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    if depth == MAX_DEPTH:
-        raise ValueError(f"{where}: nested deeper than {MAX_DEPTH} levels")
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise ValueError(f"{where}: has a key that is not a string ({key!r})")
-        return {key: _plain(item, where, depth + 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, where, depth + 1) for item in value]
-    raise ValueError(f"{where}: contains a {type(value).__name__}, which is not a JSON value")
+def plain(value: object, where: str) -> Any:
+    """A deep copy made of JSON's own types, so that no text can hide from the checks in an object of another type.
+
+    ValueError, beginning with the place at or below `where`: values that JSON has not, such as NaN, bytes and sets, keys that
+    are no text, lone surrogates, numbers of more than `MAX_DIGITS` digits, and more than `MAX_DEPTH` levels.
+    """
+
+    def copy(value: object, at: str, depth: int) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            if found := lone_surrogate(value):
+                raise ValueError(f"{at}: {found}")
+            return str.__str__(value)  # of a subclass its text, not what it prints as
+        if isinstance(value, int):
+            if abs(value) >= _TOO_LONG:
+                raise ValueError(f"{at}: a number of more than {MAX_DIGITS} digits")
+            return int.__int__(value)
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise ValueError(f"{at}: {float(value)} is not a number that JSON has")
+            return float.__float__(value)
+        if depth == MAX_DEPTH:
+            raise ValueError(f"{where}: nested deeper than {MAX_DEPTH} levels")
+        if isinstance(value, Mapping):
+            return {_key(key, at): copy(item, _below(at, key), depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [copy(item, f"{at}[{index}]", depth + 1) for index, item in enumerate(value)]
+        raise ValueError(f"{at}: {type(value).__name__} is not a type that JSON has")
+
+    return copy(value, where, 0)
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _key(key: object, where: str) -> str:
+    if not isinstance(key, str):
+        raise ValueError(f"{where}: has a key that is not a string ({shown(key)})")
+    if found := lone_surrogate(key):
+        raise ValueError(f"{where}: the key {shown(key)}: {found}")
+    return str.__str__(key)
+
+
+def _below(where: str, key: object) -> str:
+    return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{shown(key)}]"
 
 
 def _kind(value: object) -> str:

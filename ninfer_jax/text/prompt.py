@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from ninfer_jax.text.messages import normalize_messages, normalize_tools
+from ninfer_jax.text.control_tokens import ControlTokens
+from ninfer_jax.text.messages import normalize_messages, normalize_tools, plain
 from ninfer_jax.text.template import ChatTemplate
 from ninfer_jax.text.tokenizer import Tokenizer
 
@@ -86,7 +87,7 @@ def _check_options(template: ChatTemplate, options: dict) -> dict:
             raise ValueError(f"{name}: this chat template has no such option, it reads {known}")
         if name in _SWITCHES and not isinstance(value, bool):
             raise ValueError(f"{name}: must be true or false, not {value!r}")
-    return given
+    return {name: plain(value, name) for name, value in given.items()}
 
 
 def _render(
@@ -109,7 +110,7 @@ def _render(
             raise
         leading = 1 if messages[0]["role"] == "system" else 0
         turn = "<|im_start|>user\n{}<|im_end|>\n"
-        query = _free_characters((messages, tools), 1)[0]
+        query = next(_free_characters((messages, tools)))
         padded = [*messages[:leading], {"role": "user", "content": query}, *messages[leading:]]
         text = template.render(padded, tools, add_generation_prompt, now, **options)
         if text.count(turn.format(query)) != 1 or text.count(query) != 1:
@@ -120,25 +121,24 @@ def _render(
 class _Marker:
     """Puts marks beside spelled control tokens and finds them again in the rendered prompt.
 
-    Each token has two marks of its own, one that goes before the spelling and one that goes after it: the latter is
-    used at the start of a text, so that neither trimming nor `startswith` sees a mark. A mark whose token is not
-    beside it any more (a template may split text at a tag) is meaningless and dropped.
+    Each spelling has two marks of its own, one that goes before it and one that goes after it: the latter is used at the
+    start of a text, so that neither trimming nor `startswith` sees a mark. A mark whose spelling is not beside it any more
+    (a template may split text at a tag) is meaningless and dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, values: object):
-        self.used = False
-        self._all = tokenizer.control_pattern
-        special = sorted(
-            (text for text, token in tokenizer.control_tokens.items() if token in tokenizer.special_ids), key=len, reverse=True
-        )
-        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
-        marks = iter(_free_characters(values, 2 * len(tokenizer.control_tokens)))
-        self._marks = {token: (next(marks), next(marks)) for token in tokenizer.control_tokens}
+        self._all, self._special = tokenizer.control, tokenizer.special
+        self._free = _free_characters(values)
+        self._marks: dict[str, tuple[str, str]] = {}
+
+    @property
+    def used(self) -> bool:
+        return bool(self._marks)
 
     def message(self, message: dict) -> dict:
         """The message with marks in all its text but the role."""
-        pattern = self._special if message["role"] == "assistant" else self._all
-        return {key: value if key == "role" else self._mark(value, pattern) for key, value in message.items()}
+        tokens = self._special if message["role"] == "assistant" else self._all
+        return {key: value if key == "role" else self._mark(value, tokens) for key, value in message.items()}
 
     def anything(self, value: object) -> object:
         """A JSON value with marks beside every spelled control token, keys included."""
@@ -146,7 +146,7 @@ class _Marker:
 
     def remove(self, text: str) -> tuple[str, list[tuple[int, int]]]:
         """(text without marks, sorted character ranges in it of the marked spellings)."""
-        meaning = {mark: (token, mark == marks[0]) for token, marks in self._marks.items() for mark in marks}
+        meaning = {mark: (spelling, mark == marks[0]) for spelling, marks in self._marks.items() for mark in marks}
         pieces: list[str] = []
         spans: list[tuple[int, int]] = []
         length = done = 0
@@ -154,42 +154,40 @@ class _Marker:
             pieces.append(text[done : match.start()])
             length += match.start() - done
             done = match.end()
-            token, before = meaning[match[0]]
-            if before and text.startswith(token, done):
-                spans.append((length, length + len(token)))
-            elif not before and text.endswith(token, 0, match.start()):
-                spans.append((length - len(token), length))
+            spelling, before = meaning[match[0]]
+            if before and text.startswith(spelling, done):
+                spans.append((length, length + len(spelling)))
+            elif not before and text.endswith(spelling, 0, match.start()):
+                spans.append((length - len(spelling), length))
         return "".join([*pieces, text[done:]]), spans
 
-    def _mark(self, value: object, pattern: re.Pattern) -> object:
+    def _mark(self, value: object, tokens: ControlTokens) -> object:
         if isinstance(value, str):
-            start = len(value) - len(value.lstrip())
-
-            def beside(match: re.Match) -> str:
-                self.used = True
-                before, after = self._marks[match[0]]
-                return match[0] + after if match.start() == start else before + match[0]
-
-            return pattern.sub(beside, value)
+            return self._mark_text(value, tokens)
         if isinstance(value, dict):
-            return {self._mark(key, pattern): self._mark(item, pattern) for key, item in value.items()}
+            return {self._mark(key, tokens): self._mark(item, tokens) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._mark(item, pattern) for item in value]
+            return [self._mark(item, tokens) for item in value]
         return value
 
+    def _mark_text(self, text: str, tokens: ControlTokens) -> str:
+        first = len(text) - len(text.lstrip())
+        pieces, done = [], 0
+        for start, end in tokens.spellings(text):
+            spelling = text[start:end]
+            if spelling not in self._marks:
+                self._marks[spelling] = next(self._free), next(self._free)
+            before, after = self._marks[spelling]
+            pieces += [text[done:start], spelling + after if start == first else before + spelling]
+            done = end
+        return "".join([*pieces, text[done:]])
 
-def _free_characters(values: object, count: int) -> list[str]:
-    """`count` private-use characters that occur nowhere in `values`."""
+
+def _free_characters(values: object) -> Iterator[str]:
+    """Private-use characters that occur nowhere in `values`, one after another; ValueError when there are no more."""
     used = set(_strings(values))
-    free: list[str] = []
-    for code in _PRIVATE_USE:
-        if len(free) == count:
-            break
-        if chr(code) not in used:
-            free.append(chr(code))
-    if len(free) < count:
-        raise ValueError("messages: the text uses nearly every private-use character, none is left to mark tokens with")
-    return free
+    yield from (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+    raise ValueError("messages: the text uses nearly every private-use character, none is left to mark tokens with")
 
 
 def _strings(value: object) -> Iterator[str]:

@@ -12,6 +12,8 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ninfer_jax.files import kind_of, read_object, read_text
+
 # A template is foreign code: besides jinja's own errors it raises what Python's operators and filters raise, for
 # instance a TypeError for `arguments|items` on a string.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -47,13 +49,10 @@ class ChatTemplate:
         """The template of a checkpoint directory: `chat_template.jinja`, else `chat_template` in
         `tokenizer_config.json` (of several named ones, `default`). ValueError if there is none or it is damaged."""
         folder = Path(path)
-        config = _tokenizer_config(folder / "tokenizer_config.json")
+        config = read_object(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
-        if file.is_file():
-            try:
-                source = file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        if kind_of(file) is not None:
+            source = read_text(file)
         else:
             source = config.get("chat_template")
             if isinstance(source, list):
@@ -155,18 +154,6 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _tokenizer_config(file: Path) -> dict:
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file}: must be a JSON object")
-    return config
 
 
 def _one_line(error: Exception) -> str:

@@ -6,15 +6,19 @@ can never become a turn border. With `allow_special=True` the ids equal those of
 """
 
 import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
+from ninfer_jax.files import kind_of, lone_surrogate, read_json, read_object
+from ninfer_jax.text.control_tokens import ControlTokens, Spans
+from ninfer_jax.text.tokenizer_file import read_specification
+
 TURN_END, TEXT_END = "<|im_end|>", "<|endoftext|>"
-_UNSUPPORTED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+FAMILY_CLASSES = ("Qwen3_5Tokenizer", "Qwen3_5TokenizerFast")
 
 
 class Tokenizer:
@@ -25,65 +29,59 @@ class Tokenizer:
     control_tokens: added token -> id, every token that text can be forbidden to spell.
     special_ids: the ids among them that `decode` drops by default (turn and media markers). Thinking and tool-call
         tags are control tokens too but carry meaning in the output, so they are kept.
+    control, special: where text spells control tokens, or only those that are special.
+    notes: one line for every setting of the files that a reader would expect to count and that does not.
     """
 
-    def __init__(self, specification: dict, source: str = "tokenizer.json"):
-        """specification: the parsed `tokenizer.json`; source: its name for messages. ValueError if unsupported."""
-        added = _check(specification, source)
-        vocab = specification["model"]["vocab"]
-        self.control_tokens = {token["content"]: token["id"] for token in added}
-        self.special_ids = frozenset(token["id"] for token in added if token.get("special"))
-        self.vocab_size = max(chain(vocab.values(), self.control_tokens.values()), default=-1) + 1
-        self._vocab = vocab
-        self._bytes = _token_bytes(vocab, self.control_tokens, self.vocab_size, source)
+    def __init__(
+        self,
+        specification: dict,
+        source: str = "tokenizer.json",
+        config: Mapping[str, Any] | None = None,
+        model_type: str | None = None,
+    ):
+        """specification: the parsed `tokenizer.json`; source: its name for messages; config: the parsed
+        `tokenizer_config.json`; model_type: of `config.json`. ValueError if unsupported."""
+        config = config or {}
+        read = read_specification(specification, config, _is_family(config, model_type), source)
+        self.notes = read.notes
+        self.control_tokens = {token.content: token.id for token in read.added}
+        self.special_ids = frozenset(token.id for token in read.added if token.special)
+        self.vocab_size = max(chain(read.vocab.values(), self.control_tokens.values()), default=-1) + 1
+        self._vocab = read.vocab
+        self._bytes = _token_bytes(read.vocab, self.control_tokens, self.vocab_size, source)
         # The library matches added tokens ahead of everything else and has no switch for the non-special ones, so
-        # plain text goes through a tokenizer that has none, and control tokens are found here. A regex that tries
-        # longer tokens first finds the leftmost-longest match, as the library does.
-        self._plain = _build(specification | {"added_tokens": []}, source)
-        longest_first = sorted(self.control_tokens, key=len, reverse=True)
-        self.control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        # plain text goes through a tokenizer that has none, and control tokens are found here.
+        self._plain = _build(read.model, source)
+        normalise = tokenizers.normalizers.NFC().normalize_str if read.normalises else str
+        self.control = ControlTokens(read.added, normalise)
+        self.special = ControlTokens([token for token in read.added if token.special], normalise)
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
-        """The tokenizer of a checkpoint directory. ValueError if `tokenizer.json` is missing, damaged or foreign."""
+        """The tokenizer of a checkpoint directory: its `tokenizer.json`, with what `tokenizer_config.json` says of added
+        tokens. ValueError if a file is missing, damaged or foreign."""
         file = Path(path) / "tokenizer.json"
-        try:
-            specification = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"{file}: cannot be read ({error.strerror}); a checkpoint needs this file") from None
-        except ValueError as error:
-            raise ValueError(f"{file}: not JSON ({error})") from None
-        return cls(specification, str(file))
+        if kind_of(file) is None:
+            raise ValueError(f"{file}: cannot be read (No such file or directory); a checkpoint needs this file")
+        config, model = (read_object(Path(path) / name) for name in ("tokenizer_config.json", "config.json"))
+        return cls(read_json(file), str(file), config, model.get("model_type"))
 
-    def encode(self, text: str, allow_special: bool = False, plain_spans: Sequence[tuple[int, int]] = ()) -> list[int]:
+    def encode(self, text: str, allow_special: bool = False, plain_spans: Spans = ()) -> list[int]:
         """Token ids of `text`; nothing (no BOS) is added.
 
         allow_special: spelled control tokens become their ids. plain_spans: with allow_special, sorted character
         ranges [start, end) in which spelled control tokens stay text all the same.
         ValueError if the text has a lone surrogate.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"text: character {error.start} is a lone surrogate (U+{ord(text[error.start]):04X}):"
-                " only valid Unicode can be encoded"
-            ) from None
+        if found := lone_surrogate(text):
+            raise ValueError(f"text: {found}")
         if not allow_special:
             return self._encode_plain(text)
         ids: list[int] = []
-        done = span = 0
-        for match in self.control_pattern.finditer(text):
-            while span < len(plain_spans) and plain_spans[span][1] <= match.start():
-                span += 1
-            if span < len(plain_spans) and plain_spans[span][0] < match.end():
-                continue
-            # Everything between two control tokens is one piece: merging and splitting see the same neighbours as in
-            # the stock tokenizer, whether or not part of the piece spells a control token.
-            ids += self._encode_plain(text[done : match.start()])
-            ids.append(self.control_tokens[match[0]])
-            done = match.end()
-        return ids + self._encode_plain(text[done:])
+        for piece in self.control.split(text, plain_spans):
+            ids += [piece] if isinstance(piece, int) else self._encode_plain(piece)
+        return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD. skip_special drops the tokens in `special_ids`."""
@@ -115,31 +113,18 @@ class Tokenizer:
         return self._plain.encode(text, add_special_tokens=False).ids if text else []
 
 
-def _check(specification: object, source: str) -> list[dict]:
-    """The added tokens of a `tokenizer.json` this engine can reproduce exactly; ValueError for any other."""
-    if not isinstance(specification, dict) or not isinstance(specification.get("model"), dict):
-        raise ValueError(f"{source}: not a tokenizer.json, it has no `model`")
-    model, decoder = specification["model"], specification.get("decoder")
-    if model.get("type") != "BPE" or not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
-        raise ValueError(f"{source}: only byte-level BPE is supported, this is model {model.get('type')!r}")
-    vocab = model.get("vocab")
-    if not isinstance(vocab, dict) or not all(type(token) is int and token >= 0 for token in vocab.values()):
-        raise ValueError(f"{source}: model.vocab must map tokens to ids")
-    added = specification.get("added_tokens") or []
-    for index, token in enumerate(added):
-        if not isinstance(token, dict) or type(token.get("id")) is not int or not token.get("content"):
-            raise ValueError(f"{source}: added_tokens[{index}] needs an id and a content")
-        for flag in _UNSUPPORTED_FLAGS:
-            if token.get(flag):
-                raise ValueError(f"{source}: added token {token['content']!r} has {flag}=true, which is not supported")
-    return added
+def _is_family(config: Mapping[str, Any], model_type: object) -> bool:
+    """Whether `transformers` (5.24, AutoTokenizer) takes its Qwen3_5Tokenizer for such a checkpoint."""
+    named = config.get("tokenizer_class")
+    return model_type == "qwen3_5" or named in FAMILY_CLASSES or (model_type == "qwen3_5_text" and named is None)
 
 
 def _build(specification: dict, source: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(specification))
-    except Exception as error:
-        if type(error) is not Exception:  # the library reports bad files with the base class and nothing finer
+    except BaseException as error:
+        # The library reports bad files with the base class and nothing finer, or panics.
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{source}: {' '.join(str(error).split())}") from None
 
@@ -155,9 +140,17 @@ def _token_bytes(vocab: dict[str, int], added: dict[str, int], size: int, source
         try:
             table[index] = bytes(map(byte_of.__getitem__, token))
         except KeyError:
-            table[index] = token.encode()
+            table[index] = _utf8(token, source)
     for token, index in added.items():
-        table[index] = token.encode()
+        table[index] = _utf8(token, source)
     if None in table:
         raise ValueError(f"{source}: id {table.index(None)} has no token, but there are larger ids")
+    if lacking := sorted(set(byte_of.values()).difference(byte_of[token] for token in vocab if token in byte_of)):
+        raise ValueError(f"{source}: no token for byte {lacking[0]}, so text that has it would be lost")
     return table
+
+
+def _utf8(token: str, source: str) -> bytes:
+    if found := lone_surrogate(token):
+        raise ValueError(f"{source}: token {token!r}: {found}")
+    return token.encode()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ninfer_jax import checkpoints
+from ninfer_jax import model_path
 from ninfer_jax.checkpoints import Checkpoint, CheckpointError, canonical_name, tiny_path
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -248,8 +248,10 @@ def test_faulty_index(tmp_path, refused, text, parts):
     refused(lambda: Checkpoint.open(tmp_path), tmp_path / INDEX, *parts)
 
 
-def test_tiny_path(tmp_path, monkeypatch, refused):
-    monkeypatch.setattr(checkpoints, "_TINY", tmp_path)
-    refused(tiny_path, tmp_path, "model.safetensors")
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert tiny_path() == tmp_path
+def test_tiny_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_path, "_PACKAGE", tmp_path)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/tiny lacks model\.safetensors"):
+        tiny_path()
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "model.safetensors").write_bytes(b"")
+    assert tiny_path() == tmp_path / "tiny"
