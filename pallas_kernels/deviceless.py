@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-# The plugin otherwise asks the driver for its version while JAX starts, and gives up where there is none.
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels import targets, tuned
+from pallas_kernels import driver, launch, targets, tuned
 
 # Newer JAX asks Pallas for a device kind it knows: a card of the same compute capability stands in for the others.
 _KNOWN_KIND = {
@@ -32,13 +30,15 @@ _KNOWN_KIND = {
     (12, 0): "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
 }
 _INSTALL = "install the extra: pip install 'ninfer-jax[aot]'"
+CUDA = 12  # whose compiler the extra brings
+_PLUGIN, _UNCHECKED = f"jax_plugins.xla_cuda{CUDA}", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
 def missing_tools() -> list[str]:
     """The wheels of the `aot` extra that are not installed."""
     wanted = {
         "jax-cuda12-plugin": "jax_cuda12_plugin",
-        "jax-cuda12-pjrt": "jax_plugins.xla_cuda12",
+        "jax-cuda12-pjrt": _PLUGIN,
         "nvidia-cuda-nvcc-cu12": "nvidia.cuda_nvcc",
         "triton": "triton",
     }
@@ -70,18 +70,47 @@ def binary_tool(name: str) -> str:
     raise RuntimeError(f"{name} is not in the installed wheels; {_INSTALL}")
 
 
+def start(target: str = "rtx4090") -> None:
+    """The compiler for `target`, ready. Before JAX's first computation it keeps JAX from complaining of a driver that is not
+    there; after it, nothing is lost. ValueError for an unknown target, RuntimeError where the wheels are missing."""
+    _mesh(target)
+
+
 @functools.cache
 def _mesh(target: str) -> jax.sharding.Mesh:
     card = targets.get(target)
     require_tools()
+
+    def topology() -> topologies.TopologyDescription:
+        return topologies.get_topology_desc(platform="cuda", target_config=card.proto, topology="1x1x1")
+
     try:
-        topology = topologies.get_topology_desc(platform="cuda", target_config=card.proto, topology="1x1x1")
-    except NotImplementedError as e:
-        raise RuntimeError(
-            "JAX started without its CUDA compiler: set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1, "
-            "or import pallas_kernels.deviceless before the first JAX computation"
-        ) from e
-    return topologies.make_mesh(topology, (1,), ("x",))
+        # Starting JAX, if this does, the plugin asks the driver for its version and gives up where there is none.
+        with contextlib.nullcontext() if driver.cuda_version() else _unchecked():
+            found = topology()
+    except NotImplementedError:
+        # JAX had started before, and without the plugin: its devices are chosen, so that all this adds is the compiler.
+        try:
+            with _unchecked():
+                importlib.import_module(_PLUGIN).initialize()
+                found = topology()
+        except Exception as error:
+            raise RuntimeError(f"the CUDA compiler does not start: {error}".splitlines()[0]) from error
+    return topologies.make_mesh(found, (1,), ("x",))
+
+
+@contextlib.contextmanager
+def _unchecked() -> Iterator[None]:
+    """The plugin starts whatever the driver is, while this lasts: a process that computes on a card wants the check."""
+    before = os.environ.get(_UNCHECKED)
+    os.environ[_UNCHECKED] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_UNCHECKED]
+        else:
+            os.environ[_UNCHECKED] = before
 
 
 def _abstract_mesh(target: str) -> AbstractMesh | None:
@@ -97,13 +126,15 @@ def _abstract_mesh(target: str) -> AbstractMesh | None:
     return AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice(**fields))
 
 
-def lower_for(fn: Callable, args: Sequence[Any], target: str = "rtx4090", *, donate: Sequence[int] = ()) -> jax.stages.Lowered:
-    """`fn` traced and lowered for `target`; `args` and `donate` as in `compile_for`."""
+def lower_for(
+    fn: Callable, args: Sequence[Any], target: str = "rtx4090", *, donate: Sequence[int] = (), keep_unused: bool = False
+) -> jax.stages.Lowered:
+    """`fn` traced and lowered for `target`; `args` and `donate` as in `compile_for`, keep_unused as in `jax.jit`."""
     sharding = NamedSharding(_mesh(target), PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tuple(args))
     mesh = _abstract_mesh(target)
-    with tuned.card(target), jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
-        return jax.jit(fn, donate_argnums=tuple(donate)).lower(*args)
+    with launch.quiet(), tuned.card(target), jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+        return jax.jit(fn, donate_argnums=tuple(donate), keep_unused=keep_unused).lower(*args)
 
 
 def compile_for(
@@ -121,11 +152,7 @@ def compile_for(
 
 def compile_lowered(lowered: jax.stages.Lowered, dump_to: str | Path | None = None) -> jax.stages.Compiled:
     """What `lower_for` lowered, compiled; `dump_to` as in `compile_for`."""
-    options = {
-        "xla_gpu_autotune_level": 0,  # candidates cannot be timed without a device
-        # XLA would compute small things again to save memory that nothing else wants: what has to fit is planned for.
-        "xla_disable_hlo_passes": "rematerialization",
-    }
+    options = dict(launch.COMPILER_OPTIONS)
     if dump_to is not None:
         options["xla_dump_to"] = str(dump_to)
         if jax.__version_info__ >= (0, 11):  # older versions dump the PTX unasked

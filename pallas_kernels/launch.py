@@ -23,10 +23,17 @@ from jax.experimental.pallas import triton as _triton
 
 # Said at every lowering from jax 0.11.2 on; the pin in the project's metadata is the answer to it.
 UPSTREAM_WARNING = r".*Pallas Triton.*deprecated.*"
-warnings.filterwarnings("ignore", message=UPSTREAM_WARNING, category=DeprecationWarning)
 
 _log = logging.getLogger(__name__)
 IMPLEMENTATIONS = ("auto", "pallas", "xla", "triton")
+
+# How XLA compiles for a card, whether the card is there or not: what was looked through without one is what runs on it.
+COMPILER_OPTIONS: Mapping[str, Any] = {
+    # Candidates cannot be timed without a device, and choices by the clock would differ from start to start.
+    "xla_gpu_autotune_level": 0,
+    # XLA would compute small things again to save memory that nothing else wants: what has to fit is planned for.
+    "xla_disable_hlo_passes": "rematerialization",
+}
 
 
 def launch(
@@ -168,9 +175,18 @@ def lowering_for(platform: str) -> Iterator[None]:
     """What is traced in here will be compiled for `platform`, "cpu" or "cuda"."""
     token = _platform.set(platform)
     try:
-        yield
+        with quiet():
+            yield
     finally:
         _platform.reset(token)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Lowering without upstream's deprecation; outside of it the process hears all its warnings."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=UPSTREAM_WARNING, category=DeprecationWarning)
+        yield
 
 
 def is_power_of_two(n: int) -> bool:

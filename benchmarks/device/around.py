@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -18,10 +17,10 @@ import numpy as np
 
 from device.kernels import interleaved
 from device.report import Stage
-from device.whole_model import Session, Size, Weights, emitted, workspace
+from device.whole_model import Session, Size, Weights, emitted
+from ninfer_jax.programs import executables as stored
 from ninfer_jax.programs.card import compile_program
-from ninfer_jax.programs.executables import MANIFEST, load_into
-from ninfer_jax.programs.plan import nbytes
+from ninfer_jax.programs.plan import resident_bytes
 from ninfer_jax.programs.setup import Setup
 from pallas_kernels import deviceless, targets
 from pallas_kernels.lab import registry, work
@@ -93,9 +92,8 @@ def executables(stage: Stage, folder: Path | None, size: Size, weights: Weights)
         made = f"; made by e.g. `{commands[0]}`" if size.preset else ""
         stage.leave_out("executables compiled elsewhere", f"no --programs{made}")
         return
-    # Only a digest says what they were compiled for: it is compared with those of the configurations.
-    found = _digest(folder)
-    matching = [(name, s) for name, s in size.setups.items() if s.digest(s.programs()) == found]
+    found = _configuration(folder)
+    matching = [(name, s) for name, s in size.setups.items() if s.configuration(s.programs()) == found]
     if not matching:
         wanted = "; or ".join(commands)
         stage.record(str(folder), {"failed": f"compiled for none of the configurations run here; compile with {wanted}"})
@@ -110,18 +108,16 @@ def executables(stage: Stage, folder: Path | None, size: Size, weights: Weights)
     stage.run(f"run ({name})", lambda: _run(size, setup, programs, weights), guess=5)
 
 
-def _digest(folder: Path) -> str | None:
+def _configuration(folder: Path) -> Any:
+    """What the programs were compiled for, by their manifest."""
     here = "cpu" if jax.default_backend() == "cpu" else targets.of_device(jax.devices()[0].device_kind)
     inner = folder / here if here and (folder / here).is_dir() else folder
-    try:
-        return json.loads((inner / MANIFEST).read_text("utf-8"))["configuration"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--programs: {inner / MANIFEST} is no manifest of compiled programs ({type(error).__name__})") from None
+    return stored.read_manifest(inner / stored.MANIFEST).get("configuration")
 
 
 def _loaded(programs: Any, folder: Path, setup: Setup) -> Mapping[str, Any]:
     start = time.perf_counter()
-    load_into(programs, folder, setup)
+    stored.StoredPrograms.open(folder, setup, programs).adopt(programs)
     return {"load_s": round(time.perf_counter() - start, 3), "from": str(folder)}
 
 
@@ -139,19 +135,8 @@ def _run(size: Size, setup: Setup, programs: Any, weights: Weights) -> Mapping[s
 
 def compile_command(size: Size, setup: Setup) -> str:
     """What compiles the executables of a configuration on a machine without the card."""
-    engine, target = size.engine, targets.of_device(jax.devices()[0].device_kind) or "rtx4090"
-    words = [
-        f"ninfer-jax compile {size.preset or 'MODEL'}",
-        f"--target {target}",
-        "--recipe q4",
-        f"--context {engine.context}",
-        f"--kv {engine.kv}",
-        f"--draft {setup.shape.draft}",
-        f"--slots {setup.shape.slots}",
-        f"--prefill-chunk {engine.prefill_chunk}",
-        "--dtype bfloat16",
-    ]
-    return " ".join([*words, *([f"--pool {engine.pool}"] if setup.shape.slots > 1 else []), "--out DIR"])
+    target = targets.of_device(jax.devices()[0].device_kind) or "rtx4090"
+    return stored.compile_command(setup, target, "DIR", f"{size.preset or 'MODEL'} --recipe q4")
 
 
 def compiled_kernels(stage: Stage, target: str, ops: list[str] | None = None) -> None:
@@ -184,10 +169,9 @@ def compiled_programs(stage: Stage, target: str, size: Size) -> None:
 
 
 def _facts(setup: Setup, program: str, card: targets.Target) -> Mapping[str, Any]:
-    source = setup.programs().source(program)
-    compiled, facts = compile_program(program, source, card.name)
-    resident = sum(map(nbytes, jax.tree.leaves(source[1][:2])))
-    total = resident + workspace(compiled.memory_analysis())
+    programs = setup.programs()
+    _, facts = compile_program(program, programs.source(program), card.name)
+    total = resident_bytes(programs) + facts.workspace_bytes
     told = {f: getattr(facts, f) for f in ("launches", "branch_kernels", "copies", "temporary_bytes", "lower_s", "compile_s")}
     return told | {"total_bytes": total, "card_bytes": card.memory_bytes, "left_bytes": card.memory_bytes - total}
 

@@ -22,6 +22,7 @@ from ninfer_jax.config import FULL, LINEAR, PAGE, EngineConfig, ModelConfig, pre
 from ninfer_jax.config.presets import NAMED_IDS
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.programs import PrefillInputs, Programs, RoundOutput, admission
+from ninfer_jax.programs.card import workspace_bytes
 from ninfer_jax.programs.plan import kv_bytes, nbytes
 from ninfer_jax.programs.setup import Setup, resolve
 from ninfer_jax.state import State, StateShape
@@ -159,14 +160,10 @@ class Compiling:
             elif (error := future.exception()) is not None:
                 stage.record(f"{program} ({name})", {"failed": f"does not compile: {one_line(error)}"})
             else:
-                memory = self.programs[name].compiled(program).memory_analysis()
-                found = {"compile_s": round(future.result(), 2), "argument_bytes": memory.argument_size_in_bytes}
-                stage.record(f"{program} ({name})", found | {"workspace_bytes": workspace(memory)})
-
-
-def workspace(memory: Any) -> int:
-    """Temporaries, and results that take no argument's place, of a program."""
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+                compiled = self.programs[name].compiled(program)
+                found = {"compile_s": round(future.result(), 2), "workspace_bytes": workspace_bytes(compiled)}
+                memory = compiled.memory_analysis()
+                stage.record(f"{program} ({name})", found | {"argument_bytes": memory.argument_size_in_bytes})
 
 
 class Weights:
@@ -207,13 +204,12 @@ class Session:
     def planned(self) -> dict[str, int]:
         """Bytes that this configuration should take: arrays by their shapes, the largest workspace as compiled."""
         used = ("admit", "decode_round", "prefill") if self.draft and self.slots == 1 else ("admit", "decode_round")
-        memory = [m for name in used if (m := self.programs.compiled(name).memory_analysis())]
         kv = kv_bytes(self.state)
         parts = {
             "weights": sum(map(nbytes, self.parameters)),
             "kv": kv,
             "state": sum(map(nbytes, jax.tree.leaves(self.state))) - kv,
-            "workspace": max(map(workspace, memory), default=0),
+            "workspace": max(workspace_bytes(self.programs.compiled(name)) or 0 for name in used),
         }
         return parts | {"total": sum(parts.values())}
 

@@ -37,7 +37,9 @@ def bench(
     context: Annotated[
         str | None, _Option(help=f"Capacity of a slot; default: the largest need of an engine's cells; {_MANY}.")
     ] = None,
-    prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
+    prefill_chunk: Annotated[
+        int | None, _Option(help="Tokens of one prefill call, a multiple of 64; default: 1024 on a card, 512 on a CPU.")
+    ] = None,
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
     no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")] = False,
     json_file: Annotated[Path | None, _Option("--json", help="Keep the results here, written after every cell.")] = None,
@@ -115,7 +117,9 @@ def _run(
     geometry, tokenizer = ModelConfig.from_hf(path), Tokenizer.from_dir(path)
     allocator.reserve(None)  # before the next line starts JAX: engines of several sizes follow one another
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
-    formats = _items("kv", kv) if kv is not None else [resolve(geometry, tokenizer.vocab_size, engine, platform).shape.kv]
+    setup = resolve(geometry, tokenizer.vocab_size, engine, platform)
+    shapes["prefill_chunk"] = setup.chunk
+    formats = _items("kv", kv) if kv is not None else [setup.shape.kv]
     wanted = matrix.cells(
         prompts=lists["prompt"],
         gens=lists["gen"],
@@ -124,7 +128,7 @@ def _run(
         drafts=lists["draft"],
         slots=lists["slots"],
         contexts=lists["context"],
-        chunk=engine.prefill_chunk,
+        chunk=setup.chunk,
     )
     groups = matrix.by_engine(wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * group.capacity * group.slots)
     settings = Settings(path.resolve().name, device.fingerprint(path), "", **shapes)

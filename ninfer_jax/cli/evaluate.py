@@ -39,7 +39,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ppl": {"window": 2048, "stride": 1024, "tokens": None},
     "kld": {"reference": None, "against": None, "depths": "0,1024", "tokens": 512},
     "needle": {"lengths": "512,1024,2048", "depths": "0,0.25,0.5,0.75,1", "trials": 3, "seed": 0, "chat": False},
-    "drift": {"reference": "float64", "tokens": 4096, "every": 512},
+    "drift": {"reference": "float64", "tokens": 4096, "every": None},
     "acceptance": {"drafts": "1,2,3,4,5", "prompts": 16, "prompt_tokens": 200, "max_new": 128},
 }
 
@@ -61,12 +61,14 @@ def evaluate(
     trials: Annotated[int | None, _Option(min=1, help="needle: haystacks a length.")] = None,
     seed: Annotated[int | None, _Option(min=0, help="needle: of keys, numbers and places in the text.")] = None,
     chat: Annotated[bool, _Option("--chat", help="needle: ask in messages instead of continuing the text.")] = False,
-    every: Annotated[int | None, _Option(min=1, help="drift: tokens between two points.")] = None,
+    every: Annotated[int | None, _Option(min=1, help="drift: tokens between two points; default: a prefill call's.")] = None,
     drafts: Annotated[str | None, _Option(help="acceptance: values of K.")] = None,
     prompts: Annotated[int | None, _Option(min=1, help="acceptance: continuations.")] = None,
     prompt_tokens: Annotated[int | None, _Option(min=1, help="acceptance: tokens before each.")] = None,
     max_new: Annotated[int | None, _Option(min=1, help="acceptance: tokens of each.")] = None,
-    prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
+    prefill_chunk: Annotated[
+        int | None, _Option(help="Tokens of one prefill call, a multiple of 64; default: 1024 on a card, 512 on a CPU.")
+    ] = None,
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
     no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")] = False,
     as_json: Annotated[Path | None, _Option("--json", help="Write all figures to this file.")] = None,
@@ -156,7 +158,7 @@ def _read(file: Path) -> str:
 class Job:
     """What all measures share: engines one at a time, so that one card is enough, and the text in tokens."""
 
-    def __init__(self, console: Console, model: str, text: str, formats: list[str | None], chunk: int, dtype: str, verify: bool):
+    def __init__(self, console: Console, model: str, text: str, formats: list[str | None], chunk: int | None, dtype: str, verify: bool):
         from ninfer_jax.engine import allocator
         from pallas_kernels.kv_codecs import check_format
 
@@ -271,6 +273,7 @@ def _drift(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
     if len(job.formats) > 1:
         raise ValueError("drift: give one format as --kv")
     engine = job.load(job.formats[0], options["tokens"])
+    options["every"] = options["every"] or engine.programs.chunk
     with job.progress("reading") as tell:
         points = drift.state_drift(engine, job.ids(engine), options["tokens"], options["every"], options["reference"], tell)
     if plot:

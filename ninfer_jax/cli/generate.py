@@ -37,7 +37,9 @@ def generate(
     slots: Annotated[int, _Option(help="Sequences side by side, 1 to 4.")] = 1,
     dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
     pool: Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")] = None,
-    prefill_chunk: Annotated[int, _Option(help="Tokens of one prefill call, a multiple of 64.")] = 512,
+    prefill_chunk: Annotated[
+        int | None, _Option(help="Tokens of one prefill call, a multiple of 64; default: 1024 on a card, 512 on a CPU.")
+    ] = None,
     programs: Annotated[
         Path | None, _Option(help="Executables from `ninfer-jax compile`; only from a directory you trust.")
     ] = None,

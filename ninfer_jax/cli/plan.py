@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from ninfer_jax.programs.card import Compilation
     from ninfer_jax.programs.plan import Plan
     from ninfer_jax.programs.setup import Setup
 
@@ -26,7 +27,7 @@ Kv = Annotated[str | None, _Option(help="KV format: f32, bf16, int8, rk8v4, rk4v
 Draft = Annotated[int, _Option(help="Tokens the MTP head drafts a round, 0 to 5.")]
 Slots = Annotated[int, _Option(help="Sequences side by side, 1 to 4.")]
 Pool = Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")]
-Chunk = Annotated[int, _Option("--prefill-chunk", help="Tokens of one prefill call.")]
+Chunk = Annotated[int | None, _Option("--prefill-chunk", help="Tokens of one prefill call; default: 1024 on a card, 512 on a CPU.")]
 Dtype = Annotated[str, _Option(help="auto, float32 or bfloat16.")]
 
 
@@ -39,11 +40,14 @@ def plan(
     draft: Draft = 0,
     slots: Slots = 1,
     pool: Pool = None,
-    prefill_chunk: Chunk = 1024,
+    prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
     as_json: Annotated[bool, _Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compile for a card that need not be here and say where every byte goes. Exit 3 if it does not fit."""
+    """Compile for a card that need not be here and say where every byte goes. Exit 3 if it does not fit, without compiling
+    if weights, pages and states alone do not."""
+    from ninfer_jax.programs.plan import make_plan
+
     console = Console(stderr=True, highlight=False)
     try:
         setup = _setup(
@@ -52,8 +56,11 @@ def plan(
             target,
             dict(context=context, kv=kv, draft=draft, slots=slots, pool=pool, prefill_chunk=prefill_chunk, dtype=dtype),
         )
-        with tempfile.TemporaryDirectory() as folder:
-            made = _compile(console, setup, target, Path(folder))
+        made = make_plan(setup, target, _card_bytes(target))
+        if not _hopeless(made):
+            _start_compiler(target)
+            with tempfile.TemporaryDirectory() as folder:
+                made = make_plan(setup, target, made.card, _compile(console, setup, target, Path(folder)))
     except (ValueError, RuntimeError, OSError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -76,23 +83,32 @@ def compile_programs(
     draft: Draft = 0,
     slots: Slots = 1,
     pool: Pool = None,
-    prefill_chunk: Chunk = 1024,
+    prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
     report: Annotated[Path | None, _Option(help="Write the compiled facts as JSON.")] = None,
 ) -> None:
     """Compile all programs of a configuration and write them for `generate --programs`."""
-    from ninfer_jax.programs.executables import writing
+    from ninfer_jax.programs.executables import check_place, writing
+    from ninfer_jax.programs.plan import make_plan
 
     console = Console(stderr=True, highlight=False)
     shapes = dict(context=context, kv=kv, draft=draft, slots=slots, pool=pool, prefill_chunk=prefill_chunk, dtype=dtype)
     facts = {}
     try:
+        # Mistakes should not wait for minutes of compiling.
         names = [name.strip() for name in target.split(",") if name.strip()]
+        if not names:
+            raise ValueError(f"--target is {target!r}: name a card or cpu")
         setups = {name: _setup(model, recipe, name, shapes) for name in names}
-        with writing(out):  # mistakes should not wait for minutes of compiling
-            out.mkdir(parents=True, exist_ok=True)
-        if report and not report.resolve().parent.is_dir():
-            raise ValueError(f"--report {report}: there is no directory {report.resolve().parent}")
+        _check_report(report)
+        for name in names:
+            _start_compiler(name)
+        for name, setup in setups.items():
+            # The memory of the CPU that will run them may be another's.
+            if name != "cpu" and _hopeless(made := make_plan(setup, name, _card_bytes(name))):
+                raise ValueError(_advice(made))
+        for name in names:
+            check_place(out, name)
         for name, setup in setups.items():
             _compile(console, setup, name, out)
             facts[name] = json.loads((out / name / "manifest.json").read_text())
@@ -116,6 +132,8 @@ def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) 
     engine = config.EngineConfig(**shapes)
     if target != "cpu":
         targets.get(target)
+    elif recipe:
+        raise ValueError(f"--recipe {recipe}: on a CPU weights are expanded to --dtype, whatever they are stored as; leave it out")
     geometry, named = model_of(model)
     chosen = config.recipe(recipe) if recipe else None
     if is_artifact(model) and target != "cpu":
@@ -125,14 +143,31 @@ def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) 
     return resolve(geometry, named, engine, "cpu" if target == "cpu" else "cuda", chosen)
 
 
-def _compile(console: Console, setup: Setup, target: str, out: Path) -> Plan:
-    from ninfer_jax.programs.executables import compile_to
-    from ninfer_jax.programs.plan import make_plan
+def _hopeless(made: Plan) -> bool:
+    """Nothing that a compiler says could make it fit."""
+    return made.resident + made.allowance > made.card
 
+
+def _check_report(report: Path | None) -> None:
+    if report is None:
+        return
+    if not report.resolve().parent.is_dir():
+        raise ValueError(f"--report {report}: there is no directory {report.resolve().parent}")
+    if report.is_dir():
+        raise ValueError(f"--report {report} is a directory, it must be a file")
+
+
+def _start_compiler(target: str) -> None:
+    """Before anything else of JAX: where no driver is, it would complain of that on the way."""
     if target != "cpu":
         from pallas_kernels import deviceless
 
-        deviceless.require_tools()
+        deviceless.start(target)
+
+
+def _compile(console: Console, setup: Setup, target: str, out: Path) -> dict[str, tuple[Compilation, int]]:
+    from ninfer_jax.programs.executables import compile_to
+
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True
     )
@@ -142,8 +177,7 @@ def _compile(console: Console, setup: Setup, target: str, out: Path) -> Plan:
         def show(name: str, done: int, total: int) -> None:
             bar.update(task, description=f"{name:14s}", completed=done, total=total)
 
-        facts = compile_to(out, setup, target, progress=show)
-    return make_plan(setup, target, _card_bytes(target), facts)
+        return compile_to(out, setup, target, progress=show)
 
 
 def _card_bytes(target: str) -> int:
@@ -152,13 +186,17 @@ def _card_bytes(target: str) -> int:
 
         from ninfer_jax.engine.memory import free_bytes
 
-        return free_bytes(jax.devices("cpu")[0]) or 0
+        if (free := free_bytes(jax.devices("cpu")[0])) is None:
+            raise ValueError("cpu: nothing tells how much memory is free (/proc/meminfo); plan for a card instead")
+        return free
     from pallas_kernels import targets
 
     return targets.get(target).memory_bytes
 
 
 def _show(console: Console, made: Plan, setup: Setup) -> None:
+    from ninfer_jax.programs.plan import ALLOWED
+
     shape = setup.shape
     pool = f"{(shape.pages - 1) * 64:,} tokens"
     title = f"{made.target}: context {shape.context:,}, kv {shape.kv}, draft {shape.draft}, slots {shape.slots}, pool {pool}"
@@ -173,9 +211,12 @@ def _show(console: Console, made: Plan, setup: Setup) -> None:
         row(f"weights: {role}", count, "array shapes")
     row("KV pages", made.kv, "array shapes")
     row("states, slots, sampling", made.state, "array shapes")
+    how = "allowance" if ALLOWED in made.workspace else "compiled"
     for name, count in made.workspace.items():
-        row(f"workspace: {name}" + (" (counts)" if count == max(made.workspace.values()) else ""), count, "compiled")
-    row("executables", made.executables, "compiled")
+        counts = " (counts)" if how == "compiled" and count == max(made.workspace.values()) else ""
+        row("workspace" if how == "allowance" else f"workspace: {name}{counts}", count, how)
+    if how == "compiled":
+        row("executables", made.executables, how)
     row("CUDA context", made.allowance, "allowance")
     table.add_section()
     row("total", made.total, "")

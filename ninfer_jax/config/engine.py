@@ -21,7 +21,7 @@ class EngineConfig:
     slots: sequences that decode side by side, 1 to 4.
     draft: K, tokens that the MTP head proposes a round, 0 (off) to 5.
     kv: format of the KV pages, one of `pallas_kernels.kv_codecs.FORMATS`; None takes bf16 on a GPU and f32 on a CPU.
-    prefill_chunk: tokens that one prefill call processes, a multiple of 64.
+    prefill_chunk: tokens that one prefill call processes, a multiple of 64; None takes 1,024 on a GPU and 512 on a CPU.
     pool: tokens that all slots share in the page pool; None gives every slot its full context.
     dtype: type of weights and activations; "auto" is bfloat16 on a GPU and float32 on a CPU. Recurrent states,
         softmax and logits are float32 always.
@@ -31,7 +31,7 @@ class EngineConfig:
     slots: int = 1
     draft: int = 0
     kv: str | None = None
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     pool: int | None = None
     dtype: str = "auto"
 
@@ -42,9 +42,10 @@ class EngineConfig:
             _between("context", self.context, 1, MAX_CONTEXT)
         if self.pool is not None:
             _between("pool", self.pool, 1, MAX_SLOTS * MAX_CONTEXT)
-        _between("prefill_chunk", self.prefill_chunk, PAGE, 8192)
-        if self.prefill_chunk % PAGE:
-            raise ValueError(f"prefill_chunk is {self.prefill_chunk}, it must be a multiple of {PAGE}")
+        if self.prefill_chunk is not None:
+            _between("prefill_chunk", self.prefill_chunk, PAGE, 8192)
+            if self.prefill_chunk % PAGE:
+                raise ValueError(f"prefill_chunk is {self.prefill_chunk}, it must be a multiple of {PAGE}")
         if self.kv is not None:
             check_format(self.kv)
         if self.dtype not in DTYPES:

@@ -17,6 +17,10 @@ class WeightFormat:
     group: int
     activations: str = "int8"
 
+    @property
+    def words(self) -> str:
+        return f"{self.bits} bits, groups of {self.group}, activations {self.activations}"
+
 
 @dataclass(frozen=True)
 class Recipe:

@@ -7,31 +7,27 @@ starts the device, so the plan has to be made from shapes alone, before that, an
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 
 import jax
 
-from ninfer_jax.programs.plan import nbytes
+from ninfer_jax.programs.plan import WORKSPACE_ALLOWANCE, resident_bytes
 from ninfer_jax.programs.setup import Setup
+from pallas_kernels.driver import card_memory
 
 FRACTION, PREALLOCATE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 # Whoever sets one of these has chosen; the first is an older name of FRACTION, and JAX refuses both at once.
 CHOSEN = ("XLA_PYTHON_CLIENT_MEM_FRACTION", FRACTION, PREALLOCATE, "XLA_PYTHON_CLIENT_ALLOCATOR")
-# Temporaries of the programs that serve (110 MB for the 27B at a prefill chunk of 1,024, compiled), and of loading.
-WORKSPACE = 256 << 20
 # The programs' code lies outside of JAX's block (17.6 MB for the 27B, compiled), and so do the driver's own buffers: allowance.
 OUTSIDE = 64 << 20
 
 
 def share(setup: Setup) -> int:
-    """Bytes that an engine may ask JAX for: weights, pages and states, the logits of one scored chunk, and `WORKSPACE`.
-    From shapes alone: no device is started."""
-    _, (parameters, state), _ = setup.programs().source("decode_round")
-    resident = sum(nbytes(leaf) for leaf in jax.tree.leaves((parameters, state)))
-    return resident + 4 * setup.chunk * setup.model.vocab_size + WORKSPACE
+    """Bytes that an engine may ask JAX for: weights, pages and states, the logits of one scored chunk, and the allowance for
+    temporaries, loading's too. From shapes alone: no device is started."""
+    return resident_bytes(setup.programs()) + 4 * setup.chunk * setup.model.vocab_size + WORKSPACE_ALLOWANCE
 
 
 def settings(need: int | None, free: int, total: int) -> dict[str, str]:
@@ -57,29 +53,6 @@ def reserve(plan: Callable[[], Setup] | None, environment: MutableMapping[str, s
     card = card_memory()
     if card is not None:
         environment.update(settings(None if plan is None else share(plan()), *card))
-
-
-def card_memory() -> tuple[int, int] | None:
-    """(free, total) bytes of the first visible card, from the driver, JAX not started; None where there is none."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    # The primary context is the one that JAX will use too, so that what is free is what is free beside it.
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
-        return None
-    try:
-        if cuda.cuCtxPushCurrent_v2(context):
-            return None
-        failed = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-        cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-        return None if failed else (free.value, total.value)
-    finally:
-        cuda.cuDevicePrimaryCtxRelease_v2(device)
 
 
 def limit_hint(need: int, limit: int) -> str:

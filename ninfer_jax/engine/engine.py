@@ -17,13 +17,13 @@ from ninfer_jax.config import EngineConfig, ModelConfig
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.decoding.params import MAX_STOP_IDS
 from ninfer_jax.engine import allocator
-from ninfer_jax.engine.memory import check_memory
+from ninfer_jax.engine.memory import check_memory, compiled_workspace, free_bytes
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.weights_in import open_weights
 from ninfer_jax.programs import Programs, compilations
-from ninfer_jax.programs.executables import load_into
+from ninfer_jax.programs.executables import StoredPrograms
 from ninfer_jax.programs.setup import Setup, resolve
 from ninfer_jax.text import ChatTemplate, GenerationDefaults, Tokenizer, render_prompt
 from pallas_kernels.kv_codecs import bytes_per_vector
@@ -69,7 +69,7 @@ class Engine:
         programs: a directory that `ninfer-jax compile` wrote for this very configuration and device: its executables are
         loaded (they are pickles: name only a directory you trust) and nothing is traced or compiled. verify: compare the SHA-256
         of an artifact's arrays with its manifest; without, damaged numbers go unnoticed. progress: called with
-        ("programs", compiled, in all) and ("weights", bytes done, bytes in all). ValueError, on one line, for anything in
+        ("weights", bytes done, bytes in all), then ("programs", compiled, in all). ValueError, on one line, for anything in
         the directory or the configuration that does not fit, memory included; nothing is ever guessed or made up.
         """
         started_at = compilations()
@@ -98,13 +98,17 @@ class Engine:
         allocator.reserve(lambda: setup_for("cuda"))  # before the next line starts JAX
         setup = setup_for("cpu" if jax.default_backend() == "cpu" else "cuda")
         ready, text = setup.programs(), setup.text_model()
+        # Whatever can be refused is refused before the minutes that compiling takes: weights are read, and checked, first.
         weights.check(text)
-        if programs is None:
-            ready.compile_all(lambda done, total: tell("programs", done, total))
-        else:
-            load_into(ready, Path(programs), setup)
-        check_memory(ready)
+        stored = None if programs is None else StoredPrograms.open(Path(programs), setup, ready)
+        free = free_bytes(jax.devices()[0])
+        check_memory(ready, free, stored.workspace_bytes if stored else 0)
         parameters = weights.parameters(text, lambda done, total: tell("weights", done, total))
+        if stored:
+            stored.adopt(ready)
+        else:
+            ready.compile_all(lambda done, total: tell("programs", done, total))
+            check_memory(ready, free, compiled_workspace(ready))
         runner = Runner(ready, parameters, ready.allocate())
         return cls(runner, ready, tokenizer, template, defaults, model_config, started_at)
 

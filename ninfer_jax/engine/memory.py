@@ -1,4 +1,4 @@
-"""Does it fit? Asked when the programs are ready and before a weight is read."""
+"""Does it fit? Asked of shapes before a weight is read or a program compiled, and again when the compiler has said the rest."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import jax
 
 from ninfer_jax.engine.allocator import limit_hint
 from ninfer_jax.programs import Programs
-from ninfer_jax.programs.plan import SERVING, nbytes
+from ninfer_jax.programs.card import workspace_bytes
+from ninfer_jax.programs.plan import resident_bytes
+from ninfer_jax.programs.programs import SERVING
 
 SMALLER = "take a smaller context or pool, a smaller KV format or fewer slots (`ninfer-jax plan` shows what would fit)"
 
 
-def needed_bytes(programs: Programs) -> int:
-    """Weights, state, and the largest workspace of a program, in bytes."""
-    _, (parameters, state), _ = programs.source("decode_round")
-    resident = sum(nbytes(x) for x in jax.tree.leaves((parameters, state)))
-    memory = (programs.compiled(name).memory_analysis() for name in SERVING)
-    # A loaded executable may not tell; then the plan it was compiled by is what was checked.
-    return resident + max((m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in memory if m), default=0)
+def compiled_workspace(programs: Programs) -> int:
+    """Bytes of the largest workspace of a program that serves; programs that do not tell count as nothing."""
+    return max(workspace_bytes(programs.compiled(name)) or 0 for name in SERVING)
 
 
 def free_bytes(device: jax.Device) -> int | None:
@@ -34,14 +32,16 @@ def free_bytes(device: jax.Device) -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
 
 
-def check_memory(programs: Programs) -> None:
-    """ValueError, with both byte counts, where the engine would not fit in what is free."""
+def check_memory(programs: Programs, free: int | None, workspace: int = 0) -> None:
+    """ValueError, with both byte counts, where weights, state and `workspace` are more than was `free` before any of them was
+    there (`free_bytes`; None where nothing tells)."""
+    need = resident_bytes(programs) + workspace
+    if free is None or need <= free:
+        return
     device = jax.devices()[0]
-    need, free = needed_bytes(programs), free_bytes(device)
-    if free is not None and need > free:
-        stats = device.memory_stats() if device.platform != "cpu" else None
-        hint = limit_hint(need, stats["bytes_limit"]) if stats else ""
-        raise ValueError(
-            f"memory: {need:,} bytes are needed for weights, pages, states and workspace, {free:,} are free on "
-            f"{device.device_kind}; {hint or SMALLER}"
-        )
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    hint = limit_hint(need, stats["bytes_limit"]) if stats else ""
+    raise ValueError(
+        f"memory: {need:,} bytes are needed for weights, pages and states{' and workspace' if workspace else ''}, {free:,} are "
+        f"free on {device.device_kind}; {hint or SMALLER}"
+    )

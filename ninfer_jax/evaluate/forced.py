@@ -23,7 +23,7 @@ from ninfer_jax.model import TextModel
 from ninfer_jax.programs import Programs
 from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
 from ninfer_jax.programs.pending import accept
-from ninfer_jax.programs.programs import _compiler_options
+from ninfer_jax.programs.programs import compiler_options
 from ninfer_jax.programs.verify import verify_rows_together
 from ninfer_jax.state import State
 from pallas_kernels.launch import lowering_for
@@ -103,7 +103,7 @@ def _compile_step(programs: Programs) -> Callable[..., tuple[State, jax.Array]]:
     integer = jax.ShapeDtypeStruct((), jnp.int32)
     with lowering_for(programs.platform):
         lowered = jax.jit(step, donate_argnums=1, keep_unused=True).lower(parameters, state, integer, integer)
-    return lowered.compile(_compiler_options("decode_round", programs.platform))
+    return lowered.compile(compiler_options("decode_round", programs.platform))
 
 
 def forced_step(model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: str) -> tuple[State, jax.Array]:

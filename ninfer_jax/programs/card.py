@@ -50,9 +50,26 @@ class Compilation:
     def launches(self) -> int:
         return sum(self.kernels.values())
 
+    @property
+    def workspace_bytes(self) -> int:
+        """What it takes of the device beside its arguments."""
+        return _workspace(self.temporary_bytes, self.output_bytes, self.aliased_bytes)
+
     def json(self) -> dict[str, Any]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return fields | {"kernels": dict(self.kernels.most_common()), "launches": self.launches}
+        derived = {"launches": self.launches, "workspace_bytes": self.workspace_bytes}
+        return fields | {"kernels": dict(self.kernels.most_common())} | derived
+
+
+def workspace_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """`Compilation.workspace_bytes` of a program; None where a loaded executable does not tell."""
+    memory = compiled.memory_analysis()
+    return memory and _workspace(memory.temp_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes)
+
+
+def _workspace(temporary: int, output: int, aliased: int) -> int:
+    """Bytes of temporaries, and of results that take no argument's place."""
+    return temporary + output - aliased
 
 
 def compile_program(name: str, source: Source, target: str) -> tuple[jax.stages.Compiled, Compilation]:
@@ -61,7 +78,7 @@ def compile_program(name: str, source: Source, target: str) -> tuple[jax.stages.
     function, arguments, donated = source
     with tempfile.TemporaryDirectory() as folder, lowering_for("cuda"):
         start = time.perf_counter()
-        lowered = deviceless.lower_for(function, arguments, target, donate=donated)
+        lowered = deviceless.lower_for(function, arguments, target, donate=donated, keep_unused=True)
         between = time.perf_counter()
         compiled = deviceless.compile_lowered(lowered, dump_to=folder)
         done = time.perf_counter()

@@ -1,7 +1,7 @@
 """Programs as files: compiled on one machine, loaded on another without tracing or compiling anything.
 
 A serialised executable is a pickle. It is read only from the directory that the user named, and only after its digest and
-everything that it was compiled for have been found equal to what is here and now.
+everything that it was compiled from and for (`provenance`) have been found equal to what is here and now.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform as machine
+import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from ninfer_jax.programs import provenance
 from ninfer_jax.programs.card import Compilation, compile_program, facts_of
-from ninfer_jax.programs.programs import ALWAYS, Programs
+from ninfer_jax.programs.programs import ALWAYS, SERVING, Programs
 from ninfer_jax.programs.setup import Setup
 from pallas_kernels import targets
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+_NAMED = 6  # fields that a refusal names
 Progress = Callable[[str, int, int], None]
 
 
@@ -38,11 +41,10 @@ def compile_to(
     set of programs. ValueError, one line, for a directory that holds something else, and for a file that cannot be written.
     """
     programs, names = setup.programs(), list(names)
-    out = directory / target
+    out = check_place(directory, target)
+    # Before a line of it is traced: what is edited while minutes pass is not in these programs.
+    made_of, configuration = provenance.made_of(target), setup.configuration(programs)
     with writing(out):
-        if out.exists() and any(out.iterdir()) and not (out / MANIFEST).exists() and not _only_programs(out):
-            raise ValueError(f"{out} holds something else than compiled programs: name another directory")
-        out.mkdir(parents=True, exist_ok=True)
         (out / MANIFEST).unlink(missing_ok=True)
     facts: dict[str, tuple[Compilation, int]] = {}
     entries = {}
@@ -69,12 +71,11 @@ def compile_to(
         del compiled, payload
     manifest = {
         "format": FORMAT,
-        "target": target,
+        **made_of,
         "device": _device_name(target),
-        "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
         "python": machine.python_version(),
-        "configuration": setup.digest(programs),
+        "needs": provenance.needs(target),
+        "configuration": configuration,
         "programs": entries,
     }
     with writing(out / (MANIFEST + ".new")) as temporary:
@@ -83,6 +84,16 @@ def compile_to(
     if progress:
         progress("done", len(names), len(names))
     return facts
+
+
+def check_place(directory: Path, target: str) -> Path:
+    """directory/target, made if need be, for `compile_to` to write to; ValueError where it holds something else."""
+    out = directory / target
+    with writing(out):
+        if out.exists() and any(out.iterdir()) and not (out / MANIFEST).exists() and not _only_programs(out):
+            raise ValueError(f"{out} holds something else than compiled programs: name another directory")
+        out.mkdir(parents=True, exist_ok=True)
+    return out
 
 
 @contextmanager
@@ -108,59 +119,84 @@ def _no_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def load_into(programs: Programs, directory: Path, setup: Setup) -> None:
-    """Give `programs` the executables under `directory` for the device that is here.
+class StoredPrograms:
+    """Executables that were found to go with an engine and with the device that is here, not unpickled yet; made by `open`.
+    workspace_bytes: the largest of a program that serves, as its compiler said."""
 
-    ValueError, naming what differs, for another target, version, configuration or a file that is not as it was written;
-    nothing is unpickled before all of that has been checked.
-    """
-    device = jax.devices()[0]
-    target = "cpu" if device.platform == "cpu" else targets.of_device(device.device_kind)
-    if target is None:
-        raise ValueError(
-            f"--programs: no programs can be compiled for {device.device_kind!r}; known targets: {', '.join(targets.names())}"
-        )
-    folder = directory / target if (directory / target).is_dir() else directory
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"{folder / MANIFEST}: {error.strerror or error}; compile programs with `ninfer-jax compile`") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{folder / MANIFEST}: not JSON") from None
-    here = {
-        "format": FORMAT,
-        "target": target,
-        "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
-        "configuration": setup.digest(programs),
-    }
-    for field, value in here.items():
-        if not isinstance(manifest, dict) or manifest.get(field) != value:
-            found = manifest.get(field) if isinstance(manifest, dict) else None
-            raise ValueError(f"{folder / MANIFEST}: {field} is {found!r}, this engine needs {value!r}; compile again for it")
-    payloads = {}
-    for name in ALWAYS:
-        entry = manifest["programs"].get(name) if isinstance(manifest.get("programs"), dict) else None
-        if not isinstance(entry, dict):
-            raise ValueError(f"{folder / MANIFEST}: program {name} is missing; compile again")
-        try:
-            payloads[name] = (folder / f"{name}.bin").read_bytes()
-        except OSError as error:
-            raise ValueError(f"{folder / name}.bin: {error.strerror or error}") from None
-        if hashlib.sha256(payloads[name]).hexdigest() != entry.get("sha256"):
+    def __init__(self, payloads: Mapping[str, bytes], workspace_bytes: int):
+        self._payloads, self.workspace_bytes = payloads, workspace_bytes
+
+    @classmethod
+    def open(cls, directory: Path, setup: Setup, programs: Programs) -> StoredPrograms:
+        """Read what lies under `directory` for the device that is here. ValueError, one line with what differs and what to
+        run, for another target, version, code, configuration, driver or processor, and for a file that is not as it was
+        written."""
+        device = jax.devices()[0]
+        target = "cpu" if device.platform == "cpu" else targets.of_device(device.device_kind)
+        if target is None:
             raise ValueError(
-                f"{folder / name}.bin: sha256 differs from the manifest's: the file was changed or damaged; compile again"
+                f"--programs: no programs can be compiled for {device.device_kind!r}; known targets: {', '.join(targets.names())}"
             )
-    for name, payload in payloads.items():
-        programs.adopt(name, _deserialize(payload, programs, name, device))
+        folder = directory / target if (directory / target).is_dir() else directory
+        file = folder / MANIFEST
+        again = f"compile again: {compile_command(setup, target, directory if folder == directory / target else folder.parent)}"
+        manifest = read_manifest(file, again)
+        if manifest.get("format") != FORMAT:
+            raise ValueError(f"{file}: format is {manifest.get('format')} there, {FORMAT} here; {again}")
+        here = provenance.made_of(target, 0 if target == "cpu" else provenance.running_cuda(device))
+        if different := provenance.differences(manifest, here | {"configuration": setup.configuration(programs)}):
+            more = f", and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
+            raise ValueError(f"{file}: {'; '.join(different[:_NAMED])}{more}; {again}")
+        try:
+            if reason := provenance.refusal(manifest["needs"], device):
+                raise ValueError(f"{file}: {reason}")
+            entries = {name: manifest["programs"][name] for name in ALWAYS}
+            workspace = max(int(entries[name]["workspace_bytes"]) for name in SERVING)
+            digests = {name: str(entry["sha256"]) for name, entry in entries.items()}
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file}: {error} is missing or damaged; {again}") from None
+        return cls({name: _payload(folder / f"{name}.bin", sha256, again) for name, sha256 in digests.items()}, workspace)
+
+    def adopt(self, programs: Programs) -> None:
+        """Give `programs` these executables."""
+        device = jax.devices()[0]
+        for name, payload in self._payloads.items():
+            # The trees are this code's own and need not be read from a file.
+            trees = jax.tree.structure((programs.source(name)[1], {})), jax.tree.structure(programs.result(name))
+            programs.adopt(
+                name, serialize_executable.deserialize_and_load(payload, *trees, backend=device.client, execution_devices=[device])
+            )
 
 
-def _deserialize(payload: bytes, programs: Programs, name: str, device: jax.Device) -> Any:
-    # The trees are this code's own and need not be read from a file.
-    in_tree = jax.tree.structure((programs.source(name)[1], {}))
-    return serialize_executable.deserialize_and_load(
-        payload, in_tree, jax.tree.structure(programs.result(name)), backend=device.client, execution_devices=[device]
-    )
+def read_manifest(file: Path, again: str = "compile programs with `ninfer-jax compile`") -> dict[str, Any]:
+    """What `compile_to` wrote last; again: what to do where it cannot be read, for the ValueError."""
+    try:
+        manifest = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror or error}; {again}") from None
+    except ValueError:
+        raise ValueError(f"{file}: not JSON; {again}") from None
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{file}: no manifest of programs; {again}")
+    return manifest
+
+
+def compile_command(setup: Setup, target: str, out: Path | str, model: str = "MODEL") -> str:
+    """The command that compiles programs for an engine of this configuration."""
+    facts = setup.configuration(setup.programs())
+    fields = ("context", "slots", "pool", "draft", "kv", "prefill_chunk", "dtype")
+    options = (f"--{field.replace('_', '-')} {facts[field]}" for field in fields)
+    return f"ninfer-jax compile {model} --target {target} {' '.join(options)} --out {shlex.quote(str(out))}"
+
+
+def _payload(file: Path, sha256: str, again: str) -> bytes:
+    try:
+        payload = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror or error}; {again}") from None
+    if hashlib.sha256(payload).hexdigest() != sha256:
+        raise ValueError(f"{file}: sha256 differs from the manifest's: the file was changed or damaged; {again}")
+    return payload
 
 
 def _device_name(target: str) -> str:

@@ -11,14 +11,16 @@ import jax
 
 from ninfer_jax.config import MAX_CONTEXT, PAGE, ModelConfig
 from ninfer_jax.programs.card import Compilation
+from ninfer_jax.programs.programs import SERVING, Programs
 from ninfer_jax.programs.setup import Setup
 from ninfer_jax.state import State
 from pallas_kernels.kv_codecs import FORMATS, bytes_per_vector, check_format
 
 # The CUDA context, cuBLAS-free, with the modules of all programs loaded: an allowance, not measured on this engine.
 CONTEXT_ALLOWANCE = 512 << 20
-# Programs that run while the engine serves; the state is allocated by one of its own before.
-SERVING = ("admit", "release", "prefill", "begin", "decode_round")
+ALLOWED = "allowance"  # what stands for the programs' names where none is compiled
+# Temporaries of the programs that serve, before any is compiled (110 MB for the 27B at a prefill chunk of 1,024, compiled).
+WORKSPACE_ALLOWANCE = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +41,13 @@ class Plan:
     max_context: Mapping[str, int]
 
     @property
+    def resident(self) -> int:
+        """Weights, pages and states."""
+        return sum(self.weights.values()) + self.kv + self.state
+
+    @property
     def total(self) -> int:
-        work = max(self.workspace.values(), default=0)
-        return sum(self.weights.values()) + self.kv + self.state + work + self.executables + self.allowance
+        return self.resident + max(self.workspace.values(), default=0) + self.executables + self.allowance
 
     @property
     def slack(self) -> int:
@@ -70,8 +76,9 @@ class Plan:
         }
 
 
-def make_plan(setup: Setup, target: str, card_bytes: int, compiled: Mapping[str, tuple[Compilation, int]]) -> Plan:
-    """compiled: each serving program's `Compilation` and the size of its executable."""
+def make_plan(setup: Setup, target: str, card_bytes: int, compiled: Mapping[str, tuple[Compilation, int]] | None = None) -> Plan:
+    """compiled: each serving program's `Compilation` and the size of its executable; None takes `WORKSPACE_ALLOWANCE` for
+    all, as "allowance"."""
     programs = setup.programs()
     _, (parameters, state), _ = programs.source("decode_round")
     weights: collections.Counter = collections.Counter()
@@ -84,8 +91,8 @@ def make_plan(setup: Setup, target: str, card_bytes: int, compiled: Mapping[str,
         weights=dict(weights.most_common()),
         kv=kv,
         state=sum(nbytes(x) for x in jax.tree.leaves(state)) - kv,
-        workspace={n: workspace_bytes(compiled[n][0]) for n in SERVING},
-        executables=sum(size for _, size in compiled.values()),
+        workspace={ALLOWED: WORKSPACE_ALLOWANCE} if compiled is None else {n: compiled[n][0].workspace_bytes for n in SERVING},
+        executables=sum(size for _, size in (compiled or {}).values()),
         allowance=CONTEXT_ALLOWANCE if setup.platform != "cpu" else 0,
         max_context={},
     )
@@ -114,9 +121,10 @@ def page_bytes(model: ModelConfig, format: str, mtp: bool) -> int:
     return vector * model.kv_heads * PAGE * (len(model.attention_layers) + mtp)
 
 
-def workspace_bytes(facts: Compilation) -> int:
-    """Temporaries, and results that take no argument's place."""
-    return facts.temporary_bytes + facts.output_bytes - facts.aliased_bytes
+def resident_bytes(programs: Programs) -> int:
+    """Weights and state, by their shapes: what an engine keeps on the device."""
+    _, (parameters, state), _ = programs.source("decode_round")
+    return sum(nbytes(leaf) for leaf in jax.tree.leaves((parameters, state)))
 
 
 def kv_bytes(state: State) -> int:

@@ -18,11 +18,13 @@ from ninfer_jax.programs.pending import settle
 from ninfer_jax.programs.prefill import PrefillInputs, prefill_chunk
 from ninfer_jax.programs.slots import Admission, admission, admit, release
 from ninfer_jax.state import State, StateShape, allocate_state, state_struct
-from pallas_kernels.launch import lowering_for
+from pallas_kernels.launch import COMPILER_OPTIONS, lowering_for
 
 Compiled = Callable[..., Any]
 # What `compile_all` compiles. The state is allocated by a program too: one kernel launch instead of one compilation an array.
 ALWAYS = ("allocate", "admit", "release", "prefill", "begin", "decode_round")
+# Those that run while the engine serves, beside weights and state; `allocate` runs before.
+SERVING = tuple(name for name in ALWAYS if name != "allocate")
 
 
 class Programs:
@@ -45,7 +47,9 @@ class Programs:
         self._parameters = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
         self._graph, self._structure = graph, structure
-        self._roles = [leaf.get_metadata()["role"] for _, leaf in nnx.to_flat_state(described)]
+        flat = nnx.to_flat_state(described)
+        self._names = [".".join(map(str, path)) for path, _ in flat]
+        self._roles = [leaf.get_metadata()["role"] for _, leaf in flat]
         self._functions = _functions(self.build, shape.kv, valid_ids)
         self._functions["settle"] = (partial(settle, width=model.config.conv_width), (0,))
         self._functions["allocate"] = (partial(allocate_state, model.config, shape), ())
@@ -66,6 +70,10 @@ class Programs:
     def build(self, parameters: Sequence[jax.Array]) -> TextModel:
         """The model over these parameters, inside a traced function or outside."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._structure, parameters))
+
+    def names(self) -> list[str]:
+        """The name of each parameter ("layers.3.mlp.down_proj.words"), in their order."""
+        return self._names
 
     def roles(self) -> list[str]:
         """The role of each parameter, in their order."""
@@ -123,7 +131,7 @@ class Programs:
 
     def _get(self, name: str) -> Compiled:
         if name not in self._compiled:
-            self._compiled[name] = self.lowered(name).compile(_compiler_options(name, self.platform))
+            self._compiled[name] = self.lowered(name).compile(compiler_options(name, self.platform))
         return self._compiled[name]
 
     def _arguments(self, name: str) -> tuple[Any, ...]:
@@ -150,8 +158,11 @@ class Programs:
         return self._parameters, jax.ShapeDtypeStruct((self.chunk, self.config.hidden_size), self.shape.dtype)
 
 
-def _compiler_options(name: str, platform: str) -> dict[str, str] | None:
-    if platform != "cpu" or name not in ("begin", "decode_round"):
+def compiler_options(name: str, platform: str) -> dict[str, Any] | None:
+    """XLA's options for the named program; for "cuda" those of every program that is compiled for a card elsewhere."""
+    if platform != "cpu":
+        return dict(COMPILER_OPTIONS)
+    if name not in ("begin", "decode_round"):
         return None
     # YNNPACK picks its loops by the shapes around an operation, which would let a verified row and its replay round
     # differently. A memory-bound step loses nothing without it; prefill keeps it, its matrix products are three times

@@ -6,18 +6,24 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ninfer_jax.checkpoints import tiny_path
-from ninfer_jax.config import PRESETS, EngineConfig, ModelConfig, Recipe, preset
+from ninfer_jax.config import PAGE, PRESETS, EngineConfig, ModelConfig, Recipe, preset
 from ninfer_jax.config.presets import NAMED_IDS
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs.programs import Programs
 from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
 from pallas_kernels.kv_codecs import check_format
+
+
+# Tokens of a prefill call where none are asked for: of what the 27B's speed on a card is modelled with, and of what the
+# bundled model's on two cores was measured with.
+CHUNK_ON_CARD, CHUNK_ON_CPU = 1024, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,30 +44,47 @@ class Setup:
     def programs(self) -> Programs:
         return Programs(self.text_model(), self.shape, self.chunk, self.valid_ids, self.platform)
 
-    def digest(self, programs: Programs) -> str:
-        """sha256 of all this and of the layout of weights and state: equal digests mean interchangeable executables."""
-        _, arguments, _ = programs.source("decode_round")
+    def configuration(self, programs: Programs) -> dict[str, Any]:
+        """All of this by the names that a user knows, as JSON: equal ones, of equal code, have interchangeable executables."""
+        shape, model = self.shape, dataclasses.asdict(self.model)
+        del model["max_positions"]  # bounds a context and is in no program
+        _, (parameters, state), _ = programs.source("decode_round")
+        leaves = [*zip(programs.names(), parameters, strict=True), *(("", leaf) for leaf in jax.tree.leaves(state))]
+        layout = [[name, str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves]
         facts = {
-            "model": dataclasses.asdict(self.model),
-            "shape": {**self.shape._asdict(), "dtype": str(jnp.dtype(self.shape.dtype))},
-            "chunk": self.chunk,
-            "valid_ids": self.valid_ids,
-            "platform": self.platform,
-            "layout": [[str(x.dtype), list(x.shape)] for x in jax.tree.leaves(arguments)],
+            "context": shape.context,
+            "slots": shape.slots,
+            "draft": shape.draft,
+            "kv": shape.kv,
+            "pool": (shape.pages - 1) * PAGE,
+            "prefill_chunk": self.chunk,
+            "dtype": str(jnp.dtype(shape.dtype)),
+            "rows_together": shape.rows_together,
+            "token_ids": self.valid_ids,
+            "model": model,
+            "weights": self._formats(set(programs.roles())),
+            "layout": hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16],
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return json.loads(json.dumps(facts))  # as it is read from a file: lists, no tuples
+
+    def _formats(self, roles: set[str]) -> dict[str, str]:
+        plain, recipe = str(jnp.dtype(self.shape.dtype)), self.recipe
+        if recipe is None:
+            return dict.fromkeys(sorted(roles), plain)
+        found = {role: recipe.formats[role].words if role in recipe.formats else plain for role in sorted(roles)}
+        return found | {name: format.words for name, format in sorted(recipe.overrides.items())}
 
 
 def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: str, recipe: Recipe | None = None) -> Setup:
-    """The setup of an engine; ValueError where configuration and model do not go together."""
+    """The setup of an engine, whatever is left open in `engine` decided for model and platform: the one place that does, for
+    every command and for `Engine.load`. ValueError where configuration and model do not go together."""
     on_card = platform != "cpu"
+    chunk = (CHUNK_ON_CARD if on_card else CHUNK_ON_CPU) if engine.prefill_chunk is None else engine.prefill_chunk
     dtype = jnp.dtype(("bfloat16" if on_card else "float32") if engine.dtype == "auto" else engine.dtype)
     kv = check_format(engine.kv or ("bf16" if on_card else "f32"), model.head_dim)
     if engine.draft and not model.mtp_layers:
         raise ValueError(f"draft is {engine.draft}, but the model has no MTP head to draft with; use draft 0")
-    return Setup(
-        model, state_shape(model, engine, kv, dtype, rows_together=on_card), engine.prefill_chunk, valid_ids, platform, recipe
-    )
+    return Setup(model, state_shape(model, engine, kv, dtype, rows_together=on_card), chunk, valid_ids, platform, recipe)
 
 
 def model_of(name: str) -> tuple[ModelConfig, int]:

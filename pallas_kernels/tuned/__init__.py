@@ -38,6 +38,11 @@ def entries(name: str) -> dict[str, dict[str, dict[str, Any]]]:
     return read(path) if path.is_file() else {}
 
 
+def sizes(name: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """op -> key -> the Config fields tuned for a card: what decides about a program, without how and when they were chosen."""
+    return {op: {key: entry["config"] for key, entry in keys.items()} for op, keys in entries(name).items()}
+
+
 def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """A file of tuned sizes. ValueError where it is none."""
     try:
