@@ -158,7 +158,9 @@ def _read(file: Path) -> str:
 class Job:
     """What all measures share: engines one at a time, so that one card is enough, and the text in tokens."""
 
-    def __init__(self, console: Console, model: str, text: str, formats: list[str | None], chunk: int | None, dtype: str, verify: bool):
+    def __init__(
+        self, console: Console, model: str, text: str, formats: list[str | None], chunk: int | None, dtype: str, verify: bool
+    ):
         from ninfer_jax.engine import allocator
         from pallas_kernels.kv_codecs import check_format
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
@@ -177,13 +179,10 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"params has {len(each)} entries for {len(prompts)} prompts")
         sequences = [self._sequence(prompt, own, {}) for prompt, own in zip(prompts, each, strict=True)]
+        work = self._work(sequences)
         for sequence in sequences:
-            self._runner.submit(sequence)
-        try:
-            while not all(s.finished for s in sequences):
-                self._runner.advance()
-        finally:
-            self._end(sequences)
+            sequence.reader = weakref.ref(work)
+        deque(work, maxlen=0)  # no line of Python between two steps: an exception at one would leave `work` waiting to go on
         return [s.completion() for s in sequences]
 
     def stream(
@@ -195,9 +194,12 @@ class Engine:
         **template_options: Any,
     ) -> Iterator[Delta]:
         """The same in pieces, as they are produced; the last piece carries the completion. Closing the iterator early
-        frees the slot. Several streams may be read alternately, up to the number of slots."""
+        frees the slot. Several streams may be read alternately, up to the number of slots. AnswerLost if an exception, out of
+        another stream's call for instance, has stopped the engine while it computed."""
         sequence = self._sequence(prompt, params, template_options)
-        return self._pieces(sequence, on_prefill)
+        pieces = self._pieces(sequence, on_prefill)
+        sequence.reader = weakref.ref(pieces)
+        return pieces
 
     def score(self, tokens: SequenceOf[int]) -> np.ndarray:
         """Teacher-forced logits through the prefill program: float32 `[tokens, vocab rows]`; row t predicts token t + 1.
@@ -205,7 +207,7 @@ class Engine:
         ids = self._check_ids(tokens)
         if len(ids) > self.context:
             raise ValueError(f"score: {len(ids)} tokens, the context holds {self.context}")
-        return self._runner.score(Sequence(ids, SamplingParams(), 0, 0, (), self.tokenizer))
+        return self._runner.score(ids)
 
     def prompt_ids(self, prompt: Prompt, **template_options: Any) -> list[int]:
         """The token ids that a prompt becomes."""
@@ -217,10 +219,21 @@ class Engine:
             raise ValueError(f"{', '.join(template_options)}: only messages go through the chat template")
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
 
-    def _pieces(self, sequence: Sequence, on_prefill: Callable[[int, int], None] | None) -> Iterator[Delta]:
-        self._runner.submit(sequence)
+    def _work(self, sequences: list[Sequence]) -> Generator[None, None, None]:
+        """Brings them to their ends, a step each time it is read. Once it has ended, however it did, they are out of the engine."""
+        try:
+            for sequence in sequences:
+                self._runner.submit(sequence)
+            while not all(s.finished for s in sequences):
+                self._runner.advance()
+                yield
+        finally:
+            self._end(sequences)
+
+    def _pieces(self, sequence: Sequence, on_prefill: Callable[[int, int], None] | None) -> Generator[Delta, None, None]:
         progress = on_prefill and (lambda who, done: on_prefill(done, len(who.prompt)) if who is sequence else None)
         try:
+            self._runner.submit(sequence)
             completion = None
             while completion is None:
                 # Another stream's rounds may have finished this one since its last piece.

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+class AnswerLost(RuntimeError):
+    """An answer that cannot go on, because the device state it was computed in is gone: an exception came while the
+    engine was at work, most likely out of another request's call. Asking again gives the whole answer."""
+
+    def __init__(self, cause: str):
+        super().__init__(f"the answer is lost: the engine was stopped at work by {cause}; ask again")
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """One generated token, its natural log-probability under the unmodified distribution, and the most likely
@@ -39,7 +47,8 @@ class Completion:
     """A finished answer.
 
     tokens: every generated id, an end token included. text: the answer; reasoning: what stood in `<think>`.
-    finish_reason: "stop" (an end token, or a stop string) or "length" (max_new_tokens or the context is used up).
+    finish_reason: "stop" (an end token, or a stop string), "length" (max_new_tokens or the context is used up),
+    "cancelled" (taken out before its end) or "lost" (see `AnswerLost`).
     logprobs: one entry a token if they were asked for, else None.
     """
 

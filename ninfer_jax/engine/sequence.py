@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
+import weakref
+from collections.abc import Generator
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Any
 
 from ninfer_jax.decoding import SamplingParams
-from ninfer_jax.engine.results import Completion, Delta, Stats, TokenLogprob
+from ninfer_jax.engine.results import AnswerLost, Completion, Delta, Stats, TokenLogprob
+from ninfer_jax.engine.slot_pool import Lease
 from ninfer_jax.text import IncrementalDecoder, ReasoningSplitter, StopMatcher, Tokenizer, starts_in_reasoning
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Host side of a sequence. `budget`: tokens it may emit; `seed`: of its draws; `end_ids`: tokens that end it."""
+    """Host side of a sequence. `budget`: tokens it may emit; `seed`: of its draws; `end_ids`: tokens that end it.
+
+    lease: its slot, None while it waits. begun: has its first token. reader: the generator that hands its pieces on, None
+    if nobody does; once that has ended nobody waits for the sequence any more.
+    """
 
     prompt: list[int]
     params: SamplingParams
@@ -23,11 +29,13 @@ class Sequence:
     end_ids: tuple[int, ...]
     tokenizer: Tokenizer
     stats: Stats = field(default_factory=Stats)
-    slot: int | None = None
-    table: np.ndarray | None = None
+    lease: Lease | None = None
     prefilled: int = 0
+    begun: bool = False
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    lost_to: str | None = None
+    reader: weakref.ref[Generator[Any, None, None]] | None = None
 
     def __post_init__(self) -> None:
         self._decoder = IncrementalDecoder(self.tokenizer)
@@ -41,6 +49,14 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether its reader has ended, however it did: an exception may strike before a `finally` has said so."""
+        if self.reader is None:
+            return False
+        reader = self.reader()
+        return reader is None or reader.gi_frame is None
 
     def start_clock(self) -> None:
         """Called when the first chunk is about to run."""
@@ -68,32 +84,41 @@ class Sequence:
     def cancel(self) -> None:
         """End now, with what there is."""
         if not self.finished:
-            self._finish("length")
+            self._finish("cancelled")
+
+    def lose(self, cause: str) -> None:
+        """End without an answer: what it was computed in is gone."""
+        self.lost_to, self.finish_reason = cause, "lost"
 
     def take(self) -> Delta:
-        """What was produced since the last call; the completion comes with the last piece."""
+        """What was produced since the last call; the completion comes with the last piece. AnswerLost if it will never come."""
+        if self.lost_to is not None:
+            raise AnswerLost(self.lost_to)
         fresh, self._fresh = self._fresh, Delta()
         if not self.finished:
             return fresh
         return Delta(fresh.text, fresh.reasoning, fresh.tokens, self.completion())
 
     def completion(self) -> Completion:
+        """What it has said; AnswerLost as for `take`."""
+        if self.lost_to is not None:
+            raise AnswerLost(self.lost_to)
         return Completion(
             tokens=self.tokens,
             text="".join(self._text),
             reasoning="".join(self._reasoning),
-            finish_reason=self.finish_reason or "length",
+            finish_reason=self.finish_reason or "cancelled",
             prompt_tokens=len(self.prompt),
             logprobs=self._logprobs if self.params.logprobs is not None else None,
             stats=self.stats,
         )
 
     def _finish(self, reason: str) -> None:
-        self.finish_reason = reason
         self.stats.decode_s = time.perf_counter() - self._clock
         held, stopped = ("", True) if self._stops.matched else self._stops.push(self._decoder.flush())
         self._add(held if stopped else held + self._stops.flush(), None)
         self._emit(*self._splitter.flush(), [])
+        self.finish_reason = reason  # last: whatever says that it has finished is whole
 
     def _add(self, text: str, token: int | None) -> None:
         piece = self._splitter.push(text)

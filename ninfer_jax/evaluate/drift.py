@@ -87,7 +87,7 @@ def _stepped(decoder: ForcedDecoder, blocks: list[list[int]], tell) -> Iterator[
 
 
 def _in_float64(engine: Engine, blocks: list[list[int]], tell) -> Iterator[Point]:
-    model = Float64Model(engine.programs.build(engine.runner._parameters))
+    model = Float64Model(engine.programs.build(engine.runner.pool.parameters))
     for block in blocks:
         logits = model.read(block)
         yield [state.copy() for state in model.states], logits

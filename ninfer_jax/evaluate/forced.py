@@ -16,17 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.engine import Engine
-from ninfer_jax.engine.sequence import Sequence
+from ninfer_jax.engine.slot_pool import Lease
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs import Programs
 from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
 from ninfer_jax.programs.pending import accept
-from ninfer_jax.programs.programs import compiler_options
 from ninfer_jax.programs.verify import verify_rows_together
 from ninfer_jax.state import State
-from pallas_kernels.launch import lowering_for
 
 Progress = Callable[[int, int], None]
 _BLOCK = 256  # rows of logits that are in float64 at a time
@@ -39,58 +36,45 @@ class ForcedDecoder:
 
     def __init__(self, engine: Engine):
         """Compiles one program, the step, unless an earlier decoder of this engine has."""
-        self.engine, self._runner = engine, engine.runner
+        self.engine = engine
         if engine.programs not in _steps:
             _steps[engine.programs] = _compile_step(engine.programs)
-        self._step = _steps[engine.programs]
+        self.step = _steps[engine.programs]
 
     @contextmanager
     def sequence(self, tokens: int) -> Iterator[ForcedSequence]:
         """An empty sequence with room for `tokens` tokens; its slot and pages are free again afterwards."""
-        if tokens > self.engine.context:
-            raise ValueError(f"context holds {self.engine.context} tokens, {tokens} are asked for; load a larger context")
-        runner = self._runner
-        slot = runner._free_slot()
-        if slot is None or not runner._pages.fits(tokens):
-            raise ValueError("no slot or not enough pages are free, finish or cancel a running completion first")
-        sequence = Sequence([], SamplingParams(), tokens, 0, (), self.engine.tokenizer)
-        runner._admit(sequence, slot)
-        try:
-            yield ForcedSequence(self, sequence)
-        finally:
-            runner._release(sequence)
+        with self.engine.runner.lease(tokens) as lease:
+            yield ForcedSequence(self, lease)
 
 
 class ForcedSequence:
     """A slot that a text is fed to."""
 
-    def __init__(self, decoder: ForcedDecoder, sequence: Sequence):
-        self._decoder, self._runner, self._sequence = decoder, decoder._runner, sequence
-        self._slot = np.int32(sequence.slot)
+    def __init__(self, decoder: ForcedDecoder, lease: Lease):
+        self._decoder, self._lease = decoder, lease
 
     def prefill(self, tokens: SequenceOf[int], progress: Progress | None = None) -> np.ndarray:
         """Append `tokens` through the prefill program; the last one's logits, float32 `[vocab rows]`. Before any step."""
-        sequence, hidden, count = self._sequence, None, 0
-        sequence.prompt = sequence.prompt + list(tokens)
-        while sequence.prefilled < len(sequence.prompt):
-            count = min(self._decoder.engine.programs.chunk, len(sequence.prompt) - sequence.prefilled)
-            hidden = self._runner._prefill_chunk(sequence)
+        last, end = None, self._lease.length + len(tokens)
+        for chunk in self._lease.prefill(tokens):
+            last = chunk
             if progress:
-                progress(sequence.prefilled, len(sequence.prompt))
-        if hidden is None:
+                progress(self._lease.length, end)
+        if last is None:
             raise ValueError("prefill: no tokens")
-        return np.asarray(self._decoder.engine.programs.head(self._runner._parameters, hidden)[count - 1])
+        count, hidden = last
+        return self._lease.logits(hidden)[count - 1]
 
     def step(self, token: int) -> np.ndarray:
         """Append `token` through one decode step; its logits, float32 `[vocab rows]`."""
-        runner = self._runner
-        runner._state, logits = self._decoder._step(runner._parameters, runner._state, self._slot, np.int32(token))
-        return np.asarray(logits)
+        return np.asarray(self._lease.run(lambda *given: self._decoder.step(*given, np.int32(token)), appended=1))
 
     def recurrent(self) -> list[np.ndarray]:
         """The recurrent states as they stand, float32 `[value_heads, key_dim, value_dim]`, one a GDN layer."""
-        self._runner.settle()
-        return [np.asarray(layer[self._slot]) for layer in self._runner.state.recurrent]
+        runner = self._decoder.engine.runner
+        runner.settle()
+        return [np.asarray(layer[self._lease.slot]) for layer in runner.state.recurrent]
 
 
 def _compile_step(programs: Programs) -> Callable[..., tuple[State, jax.Array]]:
@@ -101,9 +85,7 @@ def _compile_step(programs: Programs) -> Callable[..., tuple[State, jax.Array]]:
         return forced_step(build(parameters), state, slot, token, kv)
 
     integer = jax.ShapeDtypeStruct((), jnp.int32)
-    with lowering_for(programs.platform):
-        lowered = jax.jit(step, donate_argnums=1, keep_unused=True).lower(parameters, state, integer, integer)
-    return lowered.compile(compiler_options("decode_round", programs.platform))
+    return programs.compile_as("decode_round", step, (parameters, state, integer, integer), donated=(1,))
 
 
 def forced_step(model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: str) -> tuple[State, jax.Array]:

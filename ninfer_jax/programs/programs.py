@@ -92,9 +92,7 @@ class Programs:
 
     def lowered(self, name: str) -> jax.stages.Lowered:
         """The named program before compilation, for inspection."""
-        function, arguments, donated = self.source(name)
-        with lowering_for(self.platform):
-            return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments)
+        return self._lower(*self.source(name))
 
     def source(self, name: str) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
         """The named program's function, the shapes of its arguments, and which of them it may overwrite: what compiling it
@@ -105,6 +103,12 @@ class Programs:
     def compiled(self, name: str) -> jax.stages.Compiled:
         """The named program, compiled."""
         return self._get(name)
+
+    def compile_as(
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]
+    ) -> jax.stages.Compiled:
+        """A function of the caller's own, compiled as the named program is. arguments, donated: as `source` has them."""
+        return self._lower(function, arguments, donated).compile(compiler_options(name, self.platform))
 
     def admit(self, state: State, new: Admission) -> State:
         return self._get("admit")(state, new)
@@ -128,6 +132,10 @@ class Programs:
     def head(self, parameters: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
         """Final-normed hidden `[chunk, hidden]` -> float32 logits `[chunk, vocab]`."""
         return self._get("head")(parameters, hidden)
+
+    def _lower(self, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]) -> jax.stages.Lowered:
+        with lowering_for(self.platform):
+            return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments)
 
     def _get(self, name: str) -> Compiled:
         if name not in self._compiled:

@@ -20,7 +20,6 @@ from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
 from pallas_kernels.kv_codecs import check_format
 
-
 # Tokens of a prefill call where none are asked for: of what the 27B's speed on a card is modelled with, and of what the
 # bundled model's on two cores was measured with.
 CHUNK_ON_CARD, CHUNK_ON_CPU = 1024, 512

@@ -13,6 +13,7 @@ class PageAllocator:
 
     def __init__(self, pages: int, pages_per_slot: int):
         self._free = list(range(pages - 1, 0, -1))
+        self._owned = np.zeros(pages, np.bool_)
         self._per_slot = pages_per_slot
         self.total = pages - 1
 
@@ -29,9 +30,16 @@ class PageAllocator:
         if count > min(len(self._free), self._per_slot):
             raise ValueError(f"{tokens} tokens need {count} pages, {len(self._free)} are free and a slot may hold {self._per_slot}")
         row = np.zeros(self._per_slot, np.int32)
-        row[:count] = [self._free.pop() for _ in range(count)]
+        row[:count] = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - count :]
+        self._owned[row[:count]] = True
         return row
 
     def release(self, row: np.ndarray) -> None:
-        """Give a row's pages back."""
-        self._free.extend(int(page) for page in row[::-1] if page)
+        """Give a row's pages back. ValueError if nobody owns one of them; then none is given back."""
+        pages = row[row > 0]
+        twice = pages[~self._owned[pages]]
+        if len(twice):
+            raise ValueError(f"page {twice[0]} is given back, but nobody owns it")
+        self._owned[pages] = False
+        self._free.extend(pages[::-1].tolist())

@@ -11,6 +11,7 @@ from ninfer_jax import Engine, EngineConfig, SamplingParams
 from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
+from ninfer_jax.state import State
 from pallas_kernels.kv_pages import read_tokens
 
 Script = Callable[[list[int]], list[int]]
@@ -50,16 +51,20 @@ class ScriptedRunner(Runner):
     look_ahead = False
 
     def __init__(self, engine: Engine):
-        super().__init__(engine.programs, engine.runner._parameters, engine.programs.allocate())
+        super().__init__(engine.programs, engine.runner.pool.parameters, engine.programs.allocate())
 
     def write_drafts(self, slot: int, drafts: list[int]) -> None:
-        slots = self._state.slots
-        self._state = self._state._replace(slots=slots._replace(drafts=slots.drafts.at[slot].set(np.array(drafts, np.int32))))
+        def write(parameters: list[jax.Array], state: State) -> tuple[State, None]:
+            slots = state.slots
+            return state._replace(slots=slots._replace(drafts=slots.drafts.at[slot].set(np.array(drafts, np.int32)))), None
+
+        with self.pool.transaction():
+            self.pool.run(write)
 
     def snapshot(self, slot: int, table: np.ndarray) -> dict[str, np.ndarray]:
         """Everything that later rounds depend on: length, recurrent and conv states, and the filled part of the pages."""
         self.settle()
-        state, window = self._state, self._programs.config.conv_width - 1
+        state, window = self.state, self.pool.programs.config.conv_width - 1
         length = int(state.slots.length[slot])
         arrays = {"length": np.array(length)}
         for layer, (recurrent, conv) in enumerate(zip(state.recurrent, state.conv, strict=True)):
@@ -83,16 +88,13 @@ def run(
     allowed = min(budget or params.max_new_tokens or room, room)
     sequence = Sequence(prompt, params, allowed, params.seed or 0, ends, engine.tokenizer)
     runner.submit(sequence)
-    # By hand what `advance` does, because a finished sequence's slot is released before it could be looked at.
-    runner._waiting.popleft()
-    runner._admit(sequence, 0)
-    table = sequence.table
-    runner._release = lambda sequence: None  # keep the slot as the last round left it
-    runner._prefill(sequence, None)
+    # In the two steps of `advance`, to look at the state after each.
+    runner.prefill()
+    table = sequence.lease.table
     snapshots = {1: runner.snapshot(0, table)}
     while not sequence.finished:
         if script is not None:
             runner.write_drafts(0, script(sequence.tokens))
-        runner.advance()
+        runner.round()
         snapshots[len(sequence.tokens)] = runner.snapshot(0, table)
     return sequence, snapshots

@@ -106,7 +106,7 @@ def test_prefill_lets_what_waits_in_its_slot_enter_first(together):
         before, length = arrays_of(runner.state, 1), int(runner.state.slots.length[0])
         positions = np.broadcast_to(length + np.arange(64, dtype=np.int32), (3, 64)).copy()
         inputs = PrefillInputs(np.int32(0), tokens, np.full(64, -1, np.int32), np.int32(3), positions)
-        state, hidden = programs.prefill(runner._parameters, runner.state, inputs)
+        state, hidden = programs.prefill(runner.pool.parameters, runner.state, inputs)
         assert_same(arrays_of(state, 1), before)
         assert int(state.pending.count[0]) == int(state.pending.start[0]) == 0
         return [
@@ -121,7 +121,6 @@ def test_prefill_lets_what_waits_in_its_slot_enter_first(together):
 def test_a_round_leaves_a_slot_that_has_ended_as_it_is(together):
     """Its last rows still wait; further rounds for the other slot neither drop them nor let them enter twice."""
     runner, (first, second) = started(together, 8, 100)
-    runner._release = lambda sequence: None  # keep the slot as the last round left it
     while not first.finished:
         runner.advance()
     before = arrays_of(runner.state, 0)
@@ -136,7 +135,8 @@ def test_admission_forgets_what_waits(together):
     runner, (first, _) = started(together, 100, 100)
     assert int(runner.state.pending.count[0]) and int(runner.state.pending.start[0])
     runner.cancel(first)
-    runner._admit(sequence(together, PROMPTS[5], 10), 0)
+    lease = runner.lease(10)
     pending = runner.state.pending
+    assert lease.slot == 0
     assert int(pending.count[0]) == int(pending.start[0]) == 0 and int(pending.count[1])
     assert not any(np.asarray(x[0]).any() for x in (*runner.state.recurrent, *runner.state.conv))

@@ -11,7 +11,7 @@ from ninfer_jax.evaluate.reference64 import Float64Model
 
 @pytest.fixture(scope="module")
 def exact(engine) -> Float64Model:
-    return Float64Model(engine.programs.build(engine.runner._parameters))
+    return Float64Model(engine.programs.build(engine.runner.pool.parameters))
 
 
 def test_the_float64_model_is_the_engines(engine, exact, ids):
