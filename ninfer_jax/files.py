@@ -71,7 +71,10 @@ def user_path(path: object, what: str = "path") -> Path:
 
 def shown(value: object, limit: int = 120) -> str:
     """A path or value as messages quote it: an overlong one by its beginning and its length."""
-    text = str(value) if isinstance(value, Path) else repr(value)
+    try:
+        text = str(value) if isinstance(value, Path) else repr(value)
+    except ValueError:  # CPython prints no such number
+        return f"a number of more than {MAX_DIGITS} digits"
     return text if len(text) <= limit else f"{text[: limit // 2]}… ({len(text)} characters)"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ninfer_jax.files import shown
 from pallas_kernels.kv_formats import PAGE, check_format
 
 MAX_CONTEXT = 262_144
@@ -54,6 +55,6 @@ class EngineConfig:
 
 def _between(field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{field} is {value!r}, it must be an integer from {low} to {high}")
+        raise ValueError(f"{field} is {shown(value)}, it must be an integer from {low} to {high}")
     if not low <= value <= high:
-        raise ValueError(f"{field} is {value}, it must be from {low} to {high}")
+        raise ValueError(f"{field} is {shown(value)}, it must be from {low} to {high}")

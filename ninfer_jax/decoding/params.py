@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ninfer_jax.files import lone_surrogate, shown
+
 MAX_BIASES = 1024
 MAX_STOP_IDS = 16
 MAX_TOP_LOGPROBS = 20
@@ -58,9 +60,12 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, 0, (1 << 64) - 1)
         if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop is {self.stop!r}, it must be a list or tuple of non-empty strings")
+            raise ValueError(f"stop is {shown(self.stop)}, it must be a list or tuple of non-empty strings")
+        for at, text in enumerate(self.stop):
+            if found := lone_surrogate(text):
+                raise ValueError(f"stop[{at}]: {found}")
         if not isinstance(self.stop_ids, list | tuple):
-            raise ValueError(f"stop_ids is {self.stop_ids!r}, it must be a list or tuple of token ids")
+            raise ValueError(f"stop_ids is {shown(self.stop_ids)}, it must be a list or tuple of token ids")
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_ids has {len(self.stop_ids)} entries, at most {MAX_STOP_IDS} are allowed")
         for token in self.stop_ids:
@@ -68,9 +73,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}, it must be True or False")
+            raise ValueError(f"ignore_eos is {shown(self.ignore_eos)}, it must be True or False")
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias is {self.logit_bias!r}, it must map token ids to numbers")
+            raise ValueError(f"logit_bias is {shown(self.logit_bias)}, it must map token ids to numbers")
         if len(self.logit_bias) > MAX_BIASES:
             raise ValueError(f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_BIASES} are allowed")
         for token, bias in self.logit_bias.items():
@@ -80,13 +85,13 @@ class SamplingParams:
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}, it must be an integer from {low} to {high}")
+        raise ValueError(f"{name} is {shown(value)}, it must be an integer from {low} to {high}")
     if not low <= value <= high:
-        raise ValueError(f"{name} is {value}, it must be from {low} to {high}")
+        raise ValueError(f"{name} is {shown(value)}, it must be from {low} to {high}")
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}, it must be a number from {low:g} to {high:g}")
+        raise ValueError(f"{name} is {shown(value)}, it must be a number from {low:g} to {high:g}")
     if not low <= value <= high:  # NaN compares false
-        raise ValueError(f"{name} is {value}, it must be from {low:g} to {high:g}")
+        raise ValueError(f"{name} is {shown(value)}, it must be from {low:g} to {high:g}")

@@ -109,28 +109,28 @@ def _added_tokens(
     if not isinstance(given, list):
         raise ValueError(f"{source}: added_tokens must be a list")
     tokens: dict[str, dict[str, Any]] = {}
+    free = len(vocab)  # the id that the library gives the next added token, whatever a file says
     for index, token in enumerate(given):
-        if not isinstance(token, dict) or type(token.get("id")) is not int or token["id"] < 0 or not _is_text(token.get("content")):
+        if not isinstance(token, dict) or type(token.get("id")) is not int or not _is_text(content := token.get("content")):
             raise ValueError(f"{source}: added_tokens[{index}] needs an id and a content")
-        if token["content"] in tokens:
-            raise ValueError(f"{source}: added token {token['content']!r} is listed twice")
-        tokens[token["content"]] = token
+        if content in tokens:
+            raise ValueError(f"{source}: added token {content!r} is listed twice")
+        if token["id"] != (own := vocab.get(content, free)):
+            raise ValueError(f"{source}: added token {content!r} has id {token['id']}, the tokenizers library gives it {own}")
+        tokens[content], free = token, max(free, own + 1)
     for id_, token in _decoder_of(config).items():
-        own = tokens.get(token["content"])
-        # `transformers` adds it too, but under the next free id, whatever this says.
-        free = max([*vocab.values(), *(t["id"] for t in tokens.values())], default=-1) + 1
-        if own is None and token["content"] not in vocab and int(id_) != free:
+        content = token["content"]
+        own = tokens[content]["id"] if content in tokens else vocab.get(content, free)
+        if own != int(id_):
             raise ValueError(
-                f"tokenizer_config.json: added_tokens_decoder has {token['content']!r} with id {id_}, {source} does not: "
-                "save the tokenizer again, so that both files have the same tokens"
+                f"tokenizer_config.json: added_tokens_decoder gives {content!r} the id {id_}, by {source} it is {own}: "
+                "save the tokenizer again, so that both files agree"
             )
-        tokens[token["content"]] = token | {"id": own["id"] if own else vocab.get(token["content"], int(id_))}
+        tokens[content], free = token | {"id": own}, max(free, own + 1)
     special = _named(config)
     for name in special - tokens.keys() - vocab.keys():
         notes.append(f"tokenizer_config.json names the token {name!r}, which {source} lacks: it stays text")
     for content, token in tokens.items():
-        if vocab.get(content, token["id"]) != token["id"]:
-            raise ValueError(f"{source}: added token {content!r} has id {token['id']}, in model.vocab it is {vocab[content]}")
         for flag in _FLAGS:
             if token.get(flag):
                 raise ValueError(f"{source}: added token {content!r} has {flag}=true, which is not supported")

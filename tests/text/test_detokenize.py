@@ -10,6 +10,16 @@ from ninfer_jax.text import IncrementalDecoder, Tokenizer
 TEXT = "🦙 ďábelské 中文 👩\u200d👩\u200d👧 é"
 
 
+class ByBytes:
+    """A tokenizer whose ids are bytes."""
+
+    def decode_bytes(self, ids: list[int], skip_special: bool = True) -> bytes:
+        return bytes(ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+
 def groups(ids: list[int], size: int, rng: random.Random) -> Iterator[list[int]]:
     """Consecutive groups of `size` ids; size 0: random sizes, empty groups included."""
     done = 0
@@ -60,6 +70,47 @@ def test_invalid_bytes_appear_once_proven(tokenizer: Tokenizer):
     assert decoder.push([first]) == ""
     assert decoder.push([letter]) == "\ufffdx"
     assert decoder.push([second]) == tokenizer.decode([second])
+
+
+@pytest.mark.parametrize("text", [*TEXT, "a\u00e9", "\u20ac\u20ac", "\U0001f999" * 2, "e\u0301x"])
+def test_a_prompt_that_ends_inside_a_character(text: str):
+    """The character comes whole with the answer that completes it, whatever the grouping."""
+    raw, tokenizer = text.encode(), ByBytes()
+    for cut in range(len(raw)):
+        whole = len(raw[:cut].decode(errors="ignore"))  # characters that the prompt has already
+        for size in (1, 2, 7):
+            decoder = IncrementalDecoder(tokenizer, after=list(raw[:cut]))
+            pushed = "".join(decoder.push(group) for group in groups(list(raw[cut:]), size, random.Random(0)))
+            assert pushed + decoder.flush() == text[whole:], (cut, size)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "expected"),
+    [
+        (b"a\xf0\x9f", b"xyz", "xyz"),  # the prompt's bytes leave nothing behind
+        (b"a\xf0\x9f", "\u00e9".encode(), "\u00e9"),
+        (b"a\xf0\x9f", b"\xa6x", "\ufffdx"),  # the answer's own broken byte
+        (b"a\xf0\x9f", b"\xa6\x99\xff!", "\U0001f999\ufffd!"),
+        (b"a\xf0\x9f", b"\xa6", "\ufffd"),  # cut off at the end
+        (b"a\xf0\x9f\xa6", b"", ""),
+        (b"\x99\xa6", b"\xa6x", "\ufffdx"),
+        (b"\xff\xc3", b"\xa9", "\u00e9"),
+        (b"\xe2\x82", b"\xac\xac", "\u20ac\ufffd"),
+        (b"abc", b"\x82", "\ufffd"),
+    ],
+)
+def test_an_answer_that_does_not_go_on_with_the_prompts_character(prompt: bytes, answer: bytes, expected: str):
+    for size in (1, 2, 7):
+        decoder = IncrementalDecoder(ByBytes(), after=list(prompt))
+        assert "".join(decoder.push(group) for group in groups(list(answer), size, random.Random(0))) + decoder.flush() == expected
+        assert decoder.push(list(b"\xc3\xa9")) == "\u00e9"  # used again, without the prompt
+
+
+def test_the_prompts_end_is_found_across_tokens(tokenizer: Tokenizer):
+    ids = tokenizer.encode("so \U0001f999")
+    decoder = IncrementalDecoder(tokenizer, after=ids[:-1])
+    assert decoder.push(ids[-1:]) == "\U0001f999"
+    assert IncrementalDecoder(tokenizer, after=[*ids[:-1], 248046]).push(ids[-1:]) == "\ufffd"  # a turn ends in between
 
 
 def test_a_bad_id_leaves_the_decoder_usable(tokenizer: Tokenizer):

@@ -1,10 +1,13 @@
 """Sampling defaults from a checkpoint directory."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import transformers
 
+from ninfer_jax import SamplingParams
 from ninfer_jax.text import GenerationDefaults
 
 
@@ -51,15 +54,19 @@ def test_ids_missing_in_the_file_come_from_the_config(tmp_path: Path):
 @pytest.mark.parametrize(
     "entry",
     [
-        *({"temperature": value} for value in (-0.1, "1", True, float("nan"), float("inf"))),
+        *({"temperature": value} for value in (-0.1, "1", True, float("nan"), float("inf"), 100.5)),
         *({"top_k": value} for value in (-1, 1.5, True)),
         *({"top_p": value} for value in (-0.1, 1.1)),
         *({"min_p": value} for value in (-0.1, 1.1)),
-        *({"repetition_penalty": value} for value in (0, -1)),
+        *({"repetition_penalty": value} for value in (0, -1, 1e-4, 1001)),
+        *({key: value} for key in ("presence_penalty", "frequency_penalty") for value in (-101, 100.1, "0", float("nan"))),
+        *({"max_new_tokens": value} for value in (0, -1, 2.0, 1 << 31)),
+        *({"stop_strings": value} for value in ("", ["a", ""], [3], {"a": 1})),
+        {"top_k": 1 << 31},
         *({"eos_token_id": value} for value in ([], "x", -1, [1, "x"], True)),
         *({"do_sample": value} for value in (1, "yes")),
         *({"pad_token_id": value} for value in (-1, [0])),
-        *({"num_beams": 4}, {"bad_words_ids": [[1]]}, {"typical_p": 0.9}, {"tempreture": 1}),
+        *({"num_beams": 4}, {"bad_words_ids": [[1]]}, {"typical_p": 0.9}, {"tempreture": 1}, {"min_new_tokens": 4}),
     ],
     ids=str,
 )
@@ -71,6 +78,87 @@ def test_bad_values_are_named(tmp_path: Path, entry: dict):
     assert f"{key}={value!r}" in str(caught.value)
 
 
+def test_what_sampling_has_becomes_a_default(tmp_path: Path):
+    content = {"eos_token_id": 7, "presence_penalty": 1.5, "frequency_penalty": -0.25, "max_new_tokens": 40, "temperature": 0.5}
+    write(tmp_path, "generation_config.json", content | {"stop_strings": "END", "repetition_penalty": 1.1, "top_k": 20})
+    defaults = GenerationDefaults.from_dir(tmp_path)
+    assert SamplingParams(**defaults.sampling) == SamplingParams(
+        temperature=0.5,
+        top_k=20,
+        repetition_penalty=1.1,
+        presence_penalty=1.5,
+        frequency_penalty=-0.25,
+        max_new_tokens=40,
+        stop=("END",),
+    )
+    write(tmp_path, "generation_config.json", {"eos_token_id": 7, "stop_strings": ["a", "b"], "do_sample": False})
+    assert GenerationDefaults.from_dir(tmp_path).sampling == GenerationDefaults((7,), do_sample=False, stop=("a", "b")).sampling
+
+
+@pytest.mark.parametrize(
+    ("key", "bounds"),
+    [
+        ("temperature", (0.0, 100.0)),
+        ("top_k", (0, (1 << 31) - 1)),
+        ("top_p", (0.0, 1.0)),
+        ("min_p", (0.0, 1.0)),
+        ("presence_penalty", (-100.0, 100.0)),
+        ("frequency_penalty", (-100.0, 100.0)),
+        ("repetition_penalty", (1e-3, 1e3)),
+        ("max_new_tokens", (1, (1 << 31) - 1)),
+    ],
+)
+def test_a_file_may_say_what_a_request_may(tmp_path: Path, key: str, bounds: tuple):
+    """Refused or taken alike, so that nothing a file says fails only when the first request comes."""
+    whole = isinstance(bounds[0], int)
+    steps = (-1, 0, 1) if whole else (-math.inf, 0, math.inf)
+    for value in {bound + step if whole else math.nextafter(bound, step) if step else bound for bound in bounds for step in steps}:
+        write(tmp_path, "generation_config.json", {"eos_token_id": 7, key: value})
+        outcomes = []
+        for make in (GenerationDefaults.from_dir, lambda _, value=value: SamplingParams(**{key: value})):
+            try:
+                outcomes.append(make(tmp_path) is not None)
+            except ValueError:
+                outcomes.append(False)
+        assert outcomes[0] == outcomes[1] or (key, value) == ("top_k", -1), value
+
+
+def test_every_key_that_transformers_writes_is_known(tmp_path: Path):
+    """With the values that its documentation gives as those that do nothing; older versions write all of them."""
+    inert = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "typical_p": 1.0, "top_h": 1.0, "penalty_alpha": 0}
+    inert |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0, "guidance_scale": 1, "min_length": 0}
+    inert |= {"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "token_healing": False, "remove_invalid_values": False}
+    inert |= {"length_penalty": 1.0, "diversity_penalty": 0.0, "early_stopping": False, "renormalize_logits": False}
+    inert |= {"suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "min_new_tokens": 0, "use_cache": True}
+    inert |= {"output_scores": False, "num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4, "prefill_chunk_size": 64}
+    content = transformers.GenerationConfig(**inert, do_sample=True, eos_token_id=7).to_dict()
+    assert len(content) > 60 and inert.keys() <= content.keys()
+    write(tmp_path, "generation_config.json", content)
+    assert GenerationDefaults.from_dir(tmp_path) == GenerationDefaults((7,))
+    for key in content.keys() - inert.keys() - {"_from_model_config", "transformers_version"}:
+        write(tmp_path, "generation_config.json", {"eos_token_id": 7} | {key: {"some": "value"}})
+        try:
+            GenerationDefaults.from_dir(tmp_path)
+        except ValueError as error:
+            assert key in str(error)
+
+
+def test_a_key_without_a_counterpart_is_noted(tmp_path: Path):
+    write(tmp_path, "generation_config.json", {"eos_token_id": 7, "max_length": 2048})
+    (note,) = GenerationDefaults.from_dir(tmp_path).notes
+    assert note.startswith("generation_config.json: max_length=2048 is not used")
+
+
+def test_an_end_token_may_be_missing_where_none_is_needed(tmp_path: Path):
+    assert GenerationDefaults.from_dir(tmp_path, needs_eos=False).eos_ids == ()
+
+
+def test_byte_order_marks(tmp_path: Path):
+    for name, content in (("generation_config.json", {"top_k": 3}), ("config.json", {"eos_token_id": 7})):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + json.dumps(content).encode())
+    assert GenerationDefaults.from_dir(tmp_path) == GenerationDefaults((7,), top_k=3)
+
+
 def test_neutral_values_of_other_methods_are_fine(tmp_path: Path):
     content = {"eos_token_id": 7, "num_beams": 1, "typical_p": 1.0, "bad_words_ids": None}
     write(tmp_path, "generation_config.json", content)
@@ -80,7 +168,8 @@ def test_neutral_values_of_other_methods_are_fine(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("generation_config.json", "{", "generation_config.json: not JSON"),
+        ("generation_config.json", "{", "generation_config.json is not JSON"),
+        ("generation_config.json", '{"top_k": 1, "top_k": 2}', "generation_config.json lists top_k twice"),
         ("generation_config.json", "[]", "generation_config.json: must be a JSON object"),
         ("config.json", {"eos_token_id": "x"}, "config.json: eos_token_id='x', allowed is an id or a list of ids"),
         ("config.json", {}, "neither generation_config.json nor config.json names an eos_token_id"),

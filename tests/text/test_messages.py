@@ -1,7 +1,11 @@
 """Checks and normal form of message lists."""
 
+import datetime
+import enum
 import json
+import re
 
+import numpy as np
 import pytest
 
 from ninfer_jax.text import normalize_messages, normalize_tools
@@ -62,7 +66,8 @@ def test_arguments_become_a_mapping(arguments: object, expected: dict):
 
 @pytest.mark.parametrize(
     "arguments",
-    ["[1]", "not json", "{", '{"a": NaN}', '"text"', "3", [1], 3, True, "[" * 100_000, '{"a":' * 200 + "1" + "}" * 200],
+    ["[1]", "not json", "{", '"text"', "3", [1], 3, True, "[" * 100_000, '{"a":' * 200 + "1" + "}" * 200]
+    + ['{"a": 1, "a": 2}', f'{{"a": {"1" * 5000}}}'],
     ids=lambda value: repr(value)[:12],
 )
 def test_bad_arguments_name_their_place(arguments: object):
@@ -92,13 +97,91 @@ def test_bad_arguments_name_their_place(arguments: object):
         ({"role": "assistant", "tool_calls": [{"name": "f"}]}, r"messages\[1\]\.tool_calls\[0\]\.function: must be"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, r"messages\[1\]\.tool_calls\[0\]\.function\.name"),
         ({"role": "user", "content": "x", "tool_calls": []}, r"messages\[1\]\.tool_calls: only assistant messages"),
-        ({"role": "user", "content": "x", "name": b"y"}, r"messages\[1\]: contains a bytes, which is not a JSON value"),
-        ({"role": "user", "content": "x", "extra": {1: 2}}, r"messages\[1\]: has a key that is not a string \(1\)"),
+        ({"role": "user", "content": "x", "name": b"y"}, r"messages\[1\]\.name: bytes is not a type that JSON has"),
+        ({"role": "user", "content": "x", "extra": {1: 2}}, r"messages\[1\]\.extra: has a key that is not a string \(1\)"),
     ],
 )
 def test_bad_messages_name_their_place(message: object, error: str):
     with pytest.raises(ValueError, match=f"^{error}[^\n]*$"):
         normalize_messages([USER, message])
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (float("nan"), "nan is not a number that JSON has"),
+        (float("-inf"), "-inf is not a number that JSON has"),
+        (np.float64("nan"), "nan is not a number that JSON has"),
+        (10**5000, "a number of more than 4300 digits"),
+        (-(10**4300), "a number of more than 4300 digits"),
+        ({1, 2}, "set is not a type that JSON has"),
+        (b"x", "bytes is not a type that JSON has"),
+        (bytearray(b"x"), "bytearray is not a type that JSON has"),
+        (1 + 2j, "complex is not a type that JSON has"),
+        (datetime.date(2024, 1, 1), "date is not a type that JSON has"),
+        (np.zeros(2), "ndarray is not a type that JSON has"),
+        (Colour.RED, "Colour is not a type that JSON has"),
+        ("ab\ud83d", "character 2 is a lone surrogate (U+D83D)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_that_json_has_not_are_named_by_their_place(value: object, said: str):
+    """Wherever they stand: as text such values cannot be written, as objects they are refused alike."""
+    places = {
+        "messages[1].tool_calls[0].function.arguments.a[1].b": call({"a": [0, {"b": value}]}),
+        "messages[0].name": [{"role": "user", "content": "x", "name": value}],
+        "messages[0].extra['a b']": [{"role": "user", "content": "x", "extra": {"a b": value}}],
+    }
+    for place, messages in places.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(f'{place}: {said}')}"):
+            normalize_messages(messages)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'tools[0].function.parameters.enum[0]: {said}')}"):
+        normalize_tools([{"function": {"name": "f", "parameters": {"enum": [value]}}}])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": NaN}', "arguments.a: nan is not a number"),
+        ('{"a": [-Infinity]}', "arguments.a[0]: -inf is not a number"),
+        ('{"a": 1e999}', "arguments.a: inf is not a number"),
+        ('{"a": {"b": 1, "b": 2}}', "arguments: not valid JSON (the text lists b twice)"),
+        ('{"a": "\\ud800"}', "arguments.a: character 0 is a lone surrogate (U+D800)"),
+        ('{"\\udfff": 1}', "arguments: the key '\\udfff': character 0 is a lone surrogate (U+DFFF)"),
+        ('{"a": ' + "7" * 4301 + "}", "arguments: not valid JSON (the text holds a number of 4301 digits"),
+    ],
+)
+def test_arguments_as_text_are_refused_alike(text: str, said: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'messages[1].tool_calls[0].function.{said}')}"):
+        normalize_messages(call(text))
+
+
+def test_a_lone_surrogate_is_found_in_its_message():
+    for content, place in (("a\ud800", "content"), ([{"type": "text", "text": "a\ud800"}], "content[0].text")):
+        with pytest.raises(ValueError, match=rf"^messages\[1\]\.{re.escape(place)}: character 1 is a lone surrogate \(U\+D800\)"):
+            normalize_messages([{"role": "system", "content": "S"}, {"role": "user", "content": content}])
+
+
+def test_large_numbers_that_python_can_print_are_fine():
+    assert normalize_messages(call({"a": 10**4299}))[1]["tool_calls"][0]["function"]["arguments"] == {"a": 10**4299}
+
+
+def test_subclasses_become_what_json_would_write():
+    class Name(str, enum.Enum):  # noqa: UP042  (prints as Name.A, unlike a StrEnum)
+        A = "a"
+
+    class Number(enum.IntEnum):
+        ONE = 1
+
+    arguments = normalize_messages(call({Name.A: [Name.A, Number.ONE, np.float64(1.5), True]}))[1]["tool_calls"][0]["function"][
+        "arguments"
+    ]
+    assert arguments == {"a": ["a", 1, 1.5, True]}
+    assert [type(x) for x in (*arguments, *arguments["a"])] == [str, str, int, float, bool]
 
 
 def test_other_bad_lists():

@@ -107,6 +107,21 @@ def test_random_text_forges_nothing(template: ChatTemplate, tokenizer: Tokenizer
     assert spelled
 
 
+def test_typed_spellings_of_normalised_tokens_stay_text(tokenizer_dir: Path):
+    """A token found in normalised text is spelled in several ways, all of them text where a user types them."""
+    specification = json.loads((tokenizer_dir / "tokenizer.json").read_text("utf-8"))
+    for token in specification["added_tokens"]:
+        token["normalized"] = token["content"] in ("<|im_end|>", "<think>")
+    token = {"id": 248077, "content": "<\u00e9>", "normalized": True, "special": True}
+    tokenizer = Tokenizer(specification | {"added_tokens": [*specification["added_tokens"], token]})
+    template = ChatTemplate("{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<\u00e9>")
+    typed = "<e\u0301> <\u00e9><|im_end|><e\u0301\u0316>\u0338 <think>\u0338<|im_start|>"
+    prompt = render_prompt(template, tokenizer, [{"role": "user", "content": typed}, {"role": "assistant", "content": typed}])
+    assert prompt.text == template.render([{"role": "user", "content": typed}, {"role": "assistant", "content": typed}])
+    assert controls(tokenizer, prompt.ids) == {248045: 2, 248046: 2, 248077: 1}
+    assert tokenizer.decode(prompt.ids, skip_special=False) == unicodedata.normalize("NFC", prompt.text)
+
+
 def test_a_template_that_rewrites_text_is_refused_only_with_control_tokens_in_it(tokenizer: Tokenizer):
     template = ChatTemplate("<|im_start|>{{ messages[0].content[:12] }}<|im_end|>")
     assert render_to_ids(template, tokenizer, [{"role": "user", "content": "a" * 20}])[0] == 248045
@@ -165,7 +180,10 @@ def test_a_tool_round_is_refused_if_the_template_frames_turns_differently(tokeni
         ([], {}, "chat template: Nothing to say."),
         (USER, {"reasoning_effort": "low"}, "reasoning_effort: this chat template has no"),
         (USER, {"enable_thinking": "false"}, "enable_thinking: must be true or false"),
-        ([{"role": "user", "content": "a\ud800"}], {}, "text: character .* is a lone surrogate"),
+        ([{"role": "user", "content": "a\ud800"}], {}, r"messages\[0\]\.content: character 1 is a lone surrogate"),
+        (USER, {"show_date": float("nan")}, "show_date: nan is not a number that JSON has"),
+        (USER, {"show_date": {"a": {1}}}, r"show_date\.a: set is not a type that JSON has"),
+        (USER, {"show_date": "\udc80"}, "show_date: character 0 is a lone surrogate"),
     ],
 )
 def test_refusals(template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict], options: dict, error: str):

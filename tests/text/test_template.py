@@ -139,7 +139,7 @@ def test_from_dir(tmp_path: Path):
     with pytest.raises(ValueError, match="no chat_template.jinja and no chat_template in tokenizer_config.json"):
         ChatTemplate.from_dir(tmp_path)
     config.write_text("{")
-    with pytest.raises(ValueError, match="tokenizer_config.json: not JSON"):
+    with pytest.raises(ValueError, match="tokenizer_config.json is not JSON"):
         ChatTemplate.from_dir(tmp_path)
     content = {"chat_template": "A{{ eos_token }}{{ bos_token }}", "eos_token": {"content": "<e>"}, "bos_token": None}
     config.write_text(json.dumps(content))
@@ -148,6 +148,9 @@ def test_from_dir(tmp_path: Path):
     config.write_text(json.dumps({"chat_template": named}))
     assert render(ChatTemplate.from_dir(tmp_path), []) == "D"
     (tmp_path / "chat_template.jinja").write_text("é{{ messages|length }}\n", encoding="utf-8")
+    assert render(ChatTemplate.from_dir(tmp_path), [{}]) == "é1"
+    for name in ("chat_template.jinja", "tokenizer_config.json"):  # with byte order marks, of which none gets into the prompt
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
     assert render(ChatTemplate.from_dir(tmp_path), [{}]) == "é1"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="chat_template.jinja: not UTF-8"):

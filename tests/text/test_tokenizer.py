@@ -106,25 +106,30 @@ def test_bad_text_and_names_are_refused(tokenizer: Tokenizer):
         tokenizer.token_id("<nope>")
 
 
+# The byte-level characters, a and b first.
+BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x100, 0x144)]
+VOCAB = {character: id_ for id_, character in enumerate(["a", "b", *(c for c in map(chr, BYTES) if c not in "ab")])}
+
+
 def specification(**changes: object) -> dict:
     content = {
         "version": "1.0",
-        "added_tokens": [{"id": 2, "content": "<e>", "special": True}],
+        "added_tokens": [{"id": 256, "content": "<e>", "special": True}],
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+        "model": {"type": "BPE", "vocab": VOCAB, "merges": []},
     }
     return content | changes
 
 
 def test_the_longest_control_token_wins():
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": 2, "content": "<e>"} | flags, {"id": 3, "content": "<e>a"} | flags]
+    added = [{"id": 256, "content": "<e>"} | flags, {"id": 257, "content": "<e>a"} | flags]
     content = specification(added_tokens=added)
     stock = tokenizers.Tokenizer.from_str(json.dumps(content))
     tokenizer = Tokenizer(content)
     for text in ("<e>ab", "<e>ba", "b<e><e>aa"):
         assert tokenizer.encode(text, allow_special=True) == stock.encode(text).ids
-    assert tokenizer.encode("<e>ab", allow_special=True) == [3, 1]
+    assert tokenizer.encode("<e>ab", allow_special=True) == [257, 1]
 
 
 @pytest.mark.parametrize(
@@ -136,10 +141,14 @@ def test_the_longest_control_token_wins():
         (specification(model={"type": "Unigram", "vocab": []}), "only byte-level BPE is supported"),
         (specification(decoder=None), "only byte-level BPE is supported"),
         (specification(model={"type": "BPE", "vocab": {"a": "x"}, "merges": []}), "model.vocab must map"),
-        (specification(model={"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a q"]}), "tokenizer.json: .*q"),
+        (specification(model={"type": "BPE", "vocab": VOCAB, "merges": ["a qq"]}), "tokenizer.json: .*qq"),
         (specification(added_tokens=[{"content": "<e>"}]), r"added_tokens\[0\] needs an id"),
-        (specification(added_tokens=[{"id": 5, "content": "<e>"}]), "id 2 has no token"),
-        (specification(added_tokens=[{"id": 2, "content": "<e>", "lstrip": True}]), "'<e>' has lstrip=true"),
+        (specification(model={"type": "BPE", "vocab": VOCAB | {"ab": 300}, "merges": []}, added_tokens=[]), "id 256 has no token"),
+        (
+            specification(added_tokens=[{"id": 300, "content": "<e>"}]),
+            "added token '<e>' has id 300, the tokenizers library gives it 256",
+        ),
+        (specification(added_tokens=[{"id": 256, "content": "<e>", "lstrip": True}]), "'<e>' has lstrip=true"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, content: object, message: str):
