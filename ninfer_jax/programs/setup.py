@@ -20,7 +20,6 @@ from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
 from pallas_kernels.kv_codecs import check_format
 
-
 # Tokens of a prefill call where none are asked for: of what the 27B's speed on a card is modelled with, and of what the
 # bundled model's on two cores was measured with.
 CHUNK_ON_CARD, CHUNK_ON_CPU = 1024, 512
@@ -48,6 +47,7 @@ class Setup:
         """All of this by the names that a user knows, as JSON: equal ones, of equal code, have interchangeable executables."""
         shape, model = self.shape, dataclasses.asdict(self.model)
         del model["max_positions"]  # bounds a context and is in no program
+        model |= {"layers": len(model.pop("layer_types")), "attention_layers": self.model.attention_layers}
         _, (parameters, state), _ = programs.source("decode_round")
         leaves = [*zip(programs.names(), parameters, strict=True), *(("", leaf) for leaf in jax.tree.leaves(state))]
         layout = [[name, str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves]
