@@ -90,9 +90,10 @@ def check_place(directory: Path, target: str) -> Path:
     """directory/target, made if need be, for `compile_to` to write to; ValueError where it holds something else."""
     out = directory / target
     with writing(out):
+        directory.mkdir(parents=True, exist_ok=True)
         if out.exists() and any(out.iterdir()) and not (out / MANIFEST).exists() and not _only_programs(out):
             raise ValueError(f"{out} holds something else than compiled programs: name another directory")
-        out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(exist_ok=True)
     return out
 
 
@@ -142,19 +143,25 @@ class StoredPrograms:
         again = f"compile again: {compile_command(setup, target, directory if folder == directory / target else folder.parent)}"
         manifest = read_manifest(file, again)
         if manifest.get("format") != FORMAT:
-            raise ValueError(f"{file}: format is {manifest.get('format')} there, {FORMAT} here; {again}")
-        here = provenance.made_of(target, 0 if target == "cpu" else provenance.running_cuda(device))
-        if different := provenance.differences(manifest, here | {"configuration": setup.configuration(programs)}):
-            more = f", and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
-            raise ValueError(f"{file}: {'; '.join(different[:_NAMED])}{more}; {again}")
+            raise ValueError(f"{file}: format is {manifest.get('format')} in the programs, {FORMAT} here; {again}")
+        configuration = manifest.get("configuration")
+        different = provenance.differences(
+            manifest, provenance.made_of(target, 0 if target == "cpu" else provenance.running_cuda(device))
+        ) + provenance.differences(configuration if isinstance(configuration, dict) else {}, setup.configuration(programs))
+        if different:
+            # The layout follows from the rest: it is worth a word only where nothing else is different.
+            named = [d for d in different if not d.startswith("layout ")][:_NAMED] or different
+            more = f" and {len(different) - len(named)} more" if len(different) > _NAMED else ""
+            raise ValueError(f"{file}: {', '.join(named)}{more}; {again}")
         try:
-            if reason := provenance.refusal(manifest["needs"], device):
-                raise ValueError(f"{file}: {reason}")
+            reason = provenance.refusal(manifest["needs"], device)
             entries = {name: manifest["programs"][name] for name in ALWAYS}
             workspace = max(int(entries[name]["workspace_bytes"]) for name in SERVING)
             digests = {name: str(entry["sha256"]) for name, entry in entries.items()}
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{file}: {error} is missing or damaged; {again}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{file}: {_missing(error, manifest)}; {again}") from None
+        if reason:
+            raise ValueError(f"{file}: {reason}")
         return cls({name: _payload(folder / f"{name}.bin", sha256, again) for name, sha256 in digests.items()}, workspace)
 
     def adopt(self, programs: Programs) -> None:
@@ -166,6 +173,13 @@ class StoredPrograms:
             programs.adopt(
                 name, serialize_executable.deserialize_and_load(payload, *trees, backend=device.client, execution_devices=[device])
             )
+
+
+def _missing(error: Exception, manifest: Mapping[str, Any]) -> str:
+    listed = manifest.get("programs")
+    if isinstance(listed, dict) and (absent := [name for name in ALWAYS if name not in listed]):
+        return f"program {', '.join(absent)} is missing"
+    return f"damaged ({type(error).__name__}: {error})"
 
 
 def read_manifest(file: Path, again: str = "compile programs with `ninfer-jax compile`") -> dict[str, Any]:

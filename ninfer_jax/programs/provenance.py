@@ -33,7 +33,7 @@ SOURCES = (
 # What handles programs, looks at them or tries kernels alone. Tuned sizes have a field of their own.
 LEFT_OUT = re.compile(
     r"ninfer_jax/config/presets\.py|ninfer_jax/programs/(card|compilations|executables|plan|provenance|setup)\.py"
-    r"|pallas_kernels/((lab|targets|tuned)/.*|(.*/)?(triton_)?cases\.py|.*/triton_interpreter\.py|(deviceless|driver|inspect)\.py)"
+    r"|pallas_kernels/((lab|targets|tuned)/.*|(.*/)?(triton_)?cases\.py|(deviceless|driver|inspect)\.py)"
 )
 # Instruction sets that compilers choose by; a processor's other flags come and go with kernels and hypervisors.
 _VECTORS = re.compile(r"sse4|avx|amx|fma|f16c|bmi|asimd|sve|i8mm|bf16")
@@ -73,13 +73,18 @@ def differences(written: Mapping[str, Any], here: Mapping[str, Any], name: str =
         if isinstance(then, dict) and isinstance(now, dict):
             found += differences(then, now, f"{path}.")
         elif then != now:
-            found.append(f"{path} is {_short(then)} there, {_short(now)} here")
+            found.append(f"{path} is {_short(then)} in the programs, {_short(now)} here")
     return found
 
 
 @functools.cache
-def code_digest(root: Path | None = None) -> str:
-    """Digest of the sources that programs are made of; root: of a checkout, else what is imported here."""
+def code_digest() -> str:
+    """Digest of the sources that programs are made of."""
+    return _digest_of(None)
+
+
+def _digest_of(root: Path | None) -> str:
+    """Of those under `root`, a checkout, or of those that are imported here."""
     sha = hashlib.sha256()
     for name, file in sorted(_sources(root)):
         # Line ends are the checkout's, not the code's.

@@ -47,6 +47,7 @@ class Setup:
         """All of this by the names that a user knows, as JSON: equal ones, of equal code, have interchangeable executables."""
         shape, model = self.shape, dataclasses.asdict(self.model)
         del model["max_positions"]  # bounds a context and is in no program
+        model |= {"layers": len(model.pop("layer_types")), "attention_layers": self.model.attention_layers}
         _, (parameters, state), _ = programs.source("decode_round")
         leaves = [*zip(programs.names(), parameters, strict=True), *(("", leaf) for leaf in jax.tree.leaves(state))]
         layout = [[name, str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves]

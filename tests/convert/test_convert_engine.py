@@ -26,6 +26,7 @@ from ninfer_jax.engine.convert import convert
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.weights_in import ArtifactWeights, CheckpointWeights, stored_recipe
 from ninfer_jax.model import TextModel, parameters_of
+from ninfer_jax.programs import Programs
 from ninfer_jax.text import Tokenizer
 from pallas_kernels.embedding import QuantisedRows, lookup
 from pallas_kernels.matmul import QuantisedWeight, dequantise
@@ -131,8 +132,8 @@ def test_command(tmp_path, tensors):
         assert line.startswith("error: ") and said in line
 
 
-def test_a_damaged_array_is_refused_unless_nobody_wants_to_know(tmp_path, gptq):
-    """One bit of a stored array: refused by name; with `--no-verify` it is one other number."""
+def test_a_damaged_array_is_refused_unless_nobody_wants_to_know(tmp_path, gptq, monkeypatch):
+    """One bit of a stored array: refused by name, before anything is compiled; with `--no-verify` it is one other number."""
     path = shutil.copytree(gptq[0].path, tmp_path / "copy")
     file = path / "parameters/layers.0/layers.0.mlp.down_proj.words/0.0"
     raw = bytearray(file.read_bytes())
@@ -152,7 +153,9 @@ def test_a_damaged_array_is_refused_unless_nobody_wants_to_know(tmp_path, gptq):
         "64",
         "--json",
     ]
-    refused = CliRunner().invoke(app, command)
+    with monkeypatch.context() as patch:  # minutes of compiling come after
+        patch.setattr(Programs, "compile_all", lambda *arguments: pytest.fail("compiled"))
+        refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 1 and refused.stdout == ""
     (line,) = refused.stderr.splitlines()
     assert "layers.0.mlp.down_proj.words is damaged" in line and "SHA-256" in line

@@ -16,8 +16,10 @@ import pytest
 
 from ninfer_jax.config import EngineConfig, preset, recipe
 from ninfer_jax.engine import allocator, memory
-from ninfer_jax.engine.allocator import FRACTION, OUTSIDE, PREALLOCATE, WORKSPACE, card_memory, reserve, settings, share
+from ninfer_jax.engine.allocator import FRACTION, OUTSIDE, PREALLOCATE, reserve, settings, share
+from ninfer_jax.programs.plan import WORKSPACE_ALLOWANCE
 from ninfer_jax.programs.setup import resolve
+from pallas_kernels.driver import card_memory, cuda_version
 
 CARD = 25_393_692_672  # bytes that an RTX 4090 reports
 SUCCESS, NOT_FOUND = 0, 100
@@ -39,7 +41,7 @@ def test_the_27bs_share_by_hand():
     pages = 17 * 4 * 272 * (262_144 + 64)
     states = 48 * (48 * 128 * 128 * 4 + 8 * (10_240 * 2 + (16 * 128 + 48 * 128 + 48 + 48) * 4))
     weights = body * (0.5 + 1 / 64) + fine * (1 + 1 / 128) + vocabulary * (0.5 + 2 / 64)
-    by_hand = weights + pages + states + 4 * 1024 * 248_320 + WORKSPACE
+    by_hand = weights + pages + states + 4 * 1024 * 248_320 + WORKSPACE_ALLOWANCE
     assert share(setup_27b()) == pytest.approx(by_hand, rel=2e-3)
     assert share(setup_27b(slots=2)) - share(setup_27b()) == pytest.approx(pages + states, rel=1e-3)
 
@@ -72,6 +74,8 @@ class Driver:
             if name == "cuMemGetInfo_v2":
                 for reference, value in zip(arguments, (23_000_000_000, CARD), strict=True):
                     reference._obj.value = value
+            if name == "cuDriverGetVersion":
+                arguments[0]._obj.value = 12_080
             return SUCCESS
 
         return call
@@ -82,6 +86,7 @@ def test_the_driver_is_asked_and_left_as_it_was(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     assert card_memory() == (23_000_000_000, CARD)
     assert driver.called[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+    assert cuda_version() == (12, 8)
 
 
 @pytest.mark.parametrize("fails", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuMemGetInfo_v2"])
@@ -89,6 +94,7 @@ def test_a_driver_that_does_not_answer_is_no_card(monkeypatch, fails):
     driver = Driver(fails)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     assert card_memory() is None
+    assert (cuda_version() is None) == (fails == "cuInit")
     pairs = ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2"), ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
     for begun, ended in pairs:
         assert (ended in driver.called) == (begun in driver.called and begun != fails)
@@ -99,7 +105,7 @@ def test_no_driver_is_no_card(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert card_memory() is None
+    assert card_memory() is None and cuda_version() is None
 
 
 @pytest.mark.parametrize(
@@ -156,7 +162,7 @@ def test_the_environment_is_there_before_jax_starts(command):
         assert fraction == pytest.approx((900_000_000 - OUTSIDE) / 1e9, abs=2e-6)
     else:
         # 7.1 million weights in two bytes, KV pages in bf16, 64 x 1,088 logits, the workspace; states are small.
-        assert WORKSPACE + 14e6 < fraction * 1e9 < WORKSPACE + 14e6 + 60e6
+        assert WORKSPACE_ALLOWANCE + 14e6 < fraction * 1e9 < WORKSPACE_ALLOWANCE + 14e6 + 60e6
 
 
 def test_a_limit_that_is_smaller_than_the_plan_is_said(monkeypatch):
@@ -164,11 +170,10 @@ def test_a_limit_that_is_smaller_than_the_plan_is_said(monkeypatch):
     stats = {"bytes_limit": 19_045_269_504, "bytes_in_use": 0}
     device = SimpleNamespace(platform="gpu", device_kind="a card", memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    monkeypatch.setattr(memory, "needed_bytes", lambda programs: 20_600_000_000)
+    monkeypatch.setattr(memory, "resident_bytes", lambda programs: 20_500_000_000)
     monkeypatch.setattr(allocator, "card_memory", lambda: (CARD - 19_500_000_000, CARD))
     with pytest.raises(ValueError, match=f"19,045,269,504 are free.*JAX was started with a limit.*{FRACTION}=0.82") as caught:
-        memory.check_memory(None)
+        memory.check_memory(None, memory.free_bytes(device), 100_000_000)
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(memory, "needed_bytes", lambda programs: 26_000_000_000)
     with pytest.raises(ValueError, match="take a smaller context"):
-        memory.check_memory(None)
+        memory.check_memory(None, memory.free_bytes(device), 5_500_000_000)

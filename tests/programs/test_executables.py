@@ -10,10 +10,13 @@ import pytest
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
 from ninfer_jax.checkpoints import tiny_path
-from ninfer_jax.programs.executables import MANIFEST
+from ninfer_jax.programs import provenance
+from ninfer_jax.programs.executables import MANIFEST, StoredPrograms
+from ninfer_jax.programs.plan import resident_bytes
+from ninfer_jax.programs.setup import model_of, resolve
 
-SHAPES = ["--context", "256", "--draft", "2", "--prefill-chunk", "64", "--kv", "rk4v4-e8"]
-CONFIG = EngineConfig(context=256, draft=2, prefill_chunk=64, kv="rk4v4-e8")
+SHAPES = ["--context", "256", "--draft", "1", "--prefill-chunk", "64", "--kv", "f32"]
+CONFIG = EngineConfig(context=256, draft=1, prefill_chunk=64, kv="f32")
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -80,17 +83,55 @@ def refusal(folder: Path, config: EngineConfig = CONFIG) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("field", ["jaxlib", "jax", "target", "configuration", "format"])
+def edited(folder: Path, **changes: object) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | changes))
+
+
+@pytest.mark.parametrize("field", ["jaxlib", "jax", "target", "format", "code", "processor", "configuration", "programs", "needs"])
 def test_another_field_in_the_manifest_is_refused_by_name(copy: Path, field: str) -> None:
-    manifest = json.loads((copy / MANIFEST).read_text())
-    manifest[field] = "other"
-    (copy / MANIFEST).write_text(json.dumps(manifest))
-    assert f"{field} is 'other'" in refusal(copy)
+    edited(copy, **{field: "other"})
+    said = refusal(copy)
+    damaged = {"configuration": "context is absent in the programs, 256 here", "programs": "damaged", "needs": "damaged"}
+    assert damaged.get(field, f"{field} is other in the programs, ") in said
+    assert said.endswith(f"compile again: {COMMAND} --out {copy.parent}")
 
 
-def test_another_configuration_is_refused(compiled: Path) -> None:
-    assert "configuration" in refusal(compiled, EngineConfig(context=256, draft=3, prefill_chunk=64, kv="rk4v4-e8"))
-    assert "configuration" in refusal(compiled, EngineConfig(context=512, draft=2, prefill_chunk=64, kv="rk4v4-e8"))
+COMMAND = (
+    "ninfer-jax compile MODEL --target cpu --context 256 --slots 1 --pool 256 --draft 1 --kv f32 --prefill-chunk 64 --dtype float32"
+)
+
+
+def test_another_configuration_is_refused_with_the_fields_that_differ(compiled: Path) -> None:
+    """And with nothing else: neither a digest nor what is the same."""
+    said = refusal(compiled, EngineConfig(context=256, draft=3, prefill_chunk=64, kv="f32"))
+    assert f"{MANIFEST}: draft is 1 in the programs, 3 here; compile again: ninfer-jax compile MODEL --target cpu" in said
+    said = refusal(compiled, EngineConfig(context=512, draft=1, kv="f32"))
+    fields = {"context": 256, "pool": 256, "prefill_chunk": 64}
+    facts = ", ".join(f"{field} is {then} in the programs, 512 here" for field, then in fields.items())
+    assert f"{MANIFEST}: {facts}; compile again" in said and "--prefill-chunk 512" in said
+
+
+def test_programs_of_another_code_with_the_same_shapes_are_refused(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "code_digest", lambda: "0123456789abcdef")
+    assert "code is " in (said := refusal(compiled)) and "in the programs, 0123456789abcdef here; compile again" in said
+
+
+def test_a_processor_without_the_instructions_is_refused(copy: Path) -> None:
+    edited(copy, needs={"instructions": [*provenance.instructions(), "avx1024"]})
+    assert "this processor has no avx1024" in refusal(copy)
+
+
+def test_what_has_been_checked_is_what_the_memory_check_takes(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace that the compiler told when they were compiled: a loaded executable may not tell any more."""
+    setup = resolve(*model_of("tiny"), CONFIG, "cpu")
+    workspace = StoredPrograms.open(compiled, setup, setup.programs()).workspace_bytes
+    listed = json.loads((compiled / "cpu" / MANIFEST).read_text())["programs"]
+    del listed["allocate"]  # runs once, before
+    assert workspace == max(p["temporary_bytes"] + p["output_bytes"] - p["aliased_bytes"] for p in listed.values())
+    free = resident_bytes(setup.programs()) + workspace - 1
+    monkeypatch.setattr(sys.modules[Engine.__module__], "free_bytes", lambda device: free)
+    assert f"{free + 1:,} bytes are needed" in refusal(compiled)
 
 
 def test_a_changed_file_is_not_unpickled(copy: Path) -> None:

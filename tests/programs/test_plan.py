@@ -1,6 +1,7 @@
 """The plan: what it adds up is what the arrays are, and what it advises would fit."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -11,12 +12,14 @@ from ninfer_jax.cli import plan as cli
 from ninfer_jax.cli.main import app
 from ninfer_jax.config import EngineConfig as Config
 from ninfer_jax.config import preset, recipe
-from ninfer_jax.engine import memory
+from ninfer_jax.programs import Programs
 from ninfer_jax.programs.card import Compilation
-from ninfer_jax.programs.plan import SERVING, make_plan
-from ninfer_jax.programs.setup import resolve
+from ninfer_jax.programs.plan import CONTEXT_ALLOWANCE, WORKSPACE_ALLOWANCE, make_plan, resident_bytes
+from ninfer_jax.programs.programs import SERVING
+from ninfer_jax.programs.setup import model_of, resolve
 
 RUN = CliRunner()
+engine_module = sys.modules[Engine.__module__]
 
 
 def compilation(name: str, temporary: int) -> Compilation:
@@ -62,11 +65,14 @@ def test_the_advised_context_fits_and_one_page_more_does_not() -> None:
 
 
 def test_the_command_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit 3, both byte counts and what would fit; on the CPU, with a card of 60 MB."""
+    """Exit 3, both byte counts and what would fit; on the CPU, with a card of 60 MB, which weights and states would fit."""
     monkeypatch.setattr(cli, "_card_bytes", lambda target: 60_000_000)
+    compiled = {name: (compilation(name, 30_000_000), 1000) for name in SERVING}
+    monkeypatch.setattr(cli, "_compile", lambda *arguments: compiled)
     done = RUN.invoke(app, ["plan", str(tiny_path()), "--target", "cpu", "--context", "4096", "--slots", "4", "--json"])
     assert done.exit_code == cli.OVER_BUDGET
     facts = json.loads(done.stdout)
+    assert facts["workspace_bytes"] == 30_000_000 and facts["executables_bytes"] == 1000 * len(SERVING)
     assert not facts["fits"] and facts["slack_bytes"] == facts["card_bytes"] - facts["total_bytes"] < 0
     keys = {
         "weights_bytes",
@@ -98,10 +104,71 @@ def test_bad_arguments_in_one_line(arguments: list[str], message: str) -> None:
     assert done.exit_code == 1 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
-def test_an_engine_that_does_not_fit_is_refused_before_a_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1_000_000)
-    read = []
-    monkeypatch.setattr("ninfer_jax.engine.weights_in.load_parameters", lambda *a, **k: read.append(a))
+def test_a_plan_without_a_compiler_allows_for_what_it_would_say() -> None:
+    setup, compiled = plan_27b()
+    allowed = make_plan(setup, "rtx4090", compiled.card)
+    assert allowed.resident == compiled.resident == resident_bytes(setup.programs())
+    assert allowed.total == allowed.resident + WORKSPACE_ALLOWANCE + CONTEXT_ALLOWANCE
+    assert allowed.json()["workspace_by_program"] == {"allowance": WORKSPACE_ALLOWANCE}
+
+
+@pytest.fixture
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in ("compiled", "compile_all", "lowered"):
+        monkeypatch.setattr(Programs, method, lambda *arguments: pytest.fail("compiled"))
+    monkeypatch.setattr("ninfer_jax.programs.executables.compile_program", lambda *arguments: pytest.fail("compiled"))
+
+
+def test_what_cannot_fit_is_not_compiled(nothing_is_compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """The 27B in bfloat16 takes twice the card; nothing of the compiler is needed to know it."""
+    done = RUN.invoke(app, ["plan", "qwen3_8_27b"])
+    assert done.exit_code == cli.OVER_BUDGET and "even without pages" in done.stderr
+    assert "allowance" in done.stdout and "compiled" not in done.stdout
+    monkeypatch.setattr("pallas_kernels.deviceless.start", lambda target: None)
+    done = RUN.invoke(app, ["compile", "qwen3_8_27b", "--target", "h200,rtx4090", "--out", str(tmp_path / "out")])
+    (line,) = done.stderr.strip().splitlines()
+    assert done.exit_code == 1 and "does not fit" in line and "rtx4090 has" in line and not (tmp_path / "out").exists()
+
+
+def test_mistakes_of_compile_do_not_wait_for_the_compiler(
+    nothing_is_compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    """Those of the last target and of the report, which is written when all is done, too."""
+
+    def refused(*arguments: str) -> str:
+        done = RUN.invoke(app, ["compile", "tiny", "--context", "64", "--out", str(tmp_path / "out"), *arguments])
+        (line,) = done.stderr.strip().splitlines()
+        assert done.exit_code == 1, done.output
+        return line
+
+    monkeypatch.setattr("pallas_kernels.deviceless.missing_tools", lambda: ["nvidia-cuda-nvcc-cu12"])
+    assert "needs nvidia-cuda-nvcc-cu12" in refused("--target", "cpu,rtx4090")
+    assert "is a directory" in refused("--target", "cpu", "--report", str(tmp_path))
+    assert "--target is ','" in refused("--target", ",")
+    assert "--recipe q4: on a CPU" in refused("--target", "cpu", "--recipe", "q4")
+    monkeypatch.setattr("pallas_kernels.deviceless.start", lambda target: None)
+    (tmp_path / "out/rtx4090").mkdir(parents=True)
+    (tmp_path / "out/rtx4090/thesis.tex").write_text("years")
+    assert "something else" in refused("--target", "cpu,rtx4090")
+
+
+def test_an_engine_that_cannot_fit_is_refused_before_a_weight_is_read(
+    nothing_is_compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "free_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr("ninfer_jax.engine.weights_in.load_parameters", lambda *a, **k: pytest.fail("read"))
     with pytest.raises(ValueError, match="memory: .* bytes are needed.* 1,000,000 are free") as caught:
         Engine.load(tiny_path(), EngineConfig(context=256, prefill_chunk=64))
-    assert "\n" not in str(caught.value) and not read
+    assert "\n" not in str(caught.value)
+
+
+def test_an_engine_whose_workspace_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only the compiler can tell is asked once it has; the free bytes are those from before the weights were there."""
+    config = EngineConfig(context=256, prefill_chunk=64)
+    resident = resident_bytes(resolve(*model_of("tiny"), config, "cpu").programs())
+    free = iter((resident + 12_345, 0))
+    monkeypatch.setattr(engine_module, "free_bytes", lambda device: next(free))
+    monkeypatch.setattr(Programs, "compile_all", lambda *arguments: None)
+    monkeypatch.setattr(engine_module, "compiled_workspace", lambda programs: 12_346)
+    with pytest.raises(ValueError, match=f"memory: {resident + 12_346:,} bytes .*workspace, {resident + 12_345:,} are free"):
+        Engine.load(tiny_path(), config)
