@@ -122,12 +122,14 @@ def poisoned(case, arguments):
     return [q, projected, jax.tree.map(spoil, pool), table, positions, filled]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("case", [*CASE.values(), SLOTS], ids=lambda c: c.name)
 def test_stale_pages_change_nothing(case):
     arguments, want = plain(case)
     np.testing.assert_array_equal(run(case, poisoned(case, arguments)), want)
 
 
+@pytest.mark.bits
 def test_where_pages_lie_changes_nothing():
     arguments, want = plain(SLOTS)
     q, projected, pool, table, positions, filled = arguments
@@ -138,6 +140,7 @@ def test_where_pages_lie_changes_nothing():
     np.testing.assert_array_equal(run(SLOTS, again), want)
 
 
+@pytest.mark.bits
 def test_a_row_has_the_same_bits_in_any_company(monkeypatch):
     """One row alone, the same among four, and among six at other columns. Blocks of 8 columns: a CPU's matrix products
     add up in an order that depends on their width; a tensor core's do not."""
@@ -152,6 +155,7 @@ def test_a_row_has_the_same_bits_in_any_company(monkeypatch):
         np.testing.assert_array_equal(got, want[take])
 
 
+@pytest.mark.bits
 def test_the_filled_length_changes_no_bit_of_earlier_rows():
     """Rows at positions 5, 63, 64 and 200 of slots filled to 201, 333 and 448: pages, and whole splits, come in masked."""
     case = dataclasses.replace(CASE["rk4v4-e8"], config=kernel.Config(splits=5))
@@ -163,6 +167,7 @@ def test_the_filled_length_changes_no_bit_of_earlier_rows():
         np.testing.assert_array_equal(got, results[0])
 
 
+@pytest.mark.bits
 def test_rows_outside_the_slot():
     """A position of -1 sees nothing: zeros. One beyond the filled tokens sees all of them, as the last one does."""
     case = CASE["rk4v4-e8"]
@@ -287,6 +292,7 @@ def test_compiled_for_a_4090(case):
         assert row.blocks_per_sm >= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name,target", [("rk4v4-e8", t) for t in sorted(set(targets.names()) - {"rtx4090"})] + [("int8", "h200"), ("bf16", "h200")]
 )

@@ -166,6 +166,7 @@ def test_compiled_kernel_against_float64():
     assert_close(case, ptx_machine.call(case, arguments, grid=(3, 3)), arguments)
 
 
+@pytest.mark.bits
 def test_a_slot_that_takes_no_part_keeps_its_bits():
     """Of three slots the middle one; it may hold anything. Its rows come out as zeros."""
     arguments = draw(THREE_SLOTS, seed=5)
@@ -180,6 +181,7 @@ def test_a_slot_that_takes_no_part_keeps_its_bits():
         assert_same_bits([out[4 * slot :][:4], *(x[slot] for x in left)], [want[0][4 * slot :][:4], *(x[slot] for x in want[1:])])
 
 
+@pytest.mark.bits
 def test_rows_that_do_not_wait_are_not_read():
     """NaN in all records but the two that wait, and in all raw inputs but the window, changes no bit of what matters."""
     case = cases.SMALL[1]
@@ -206,6 +208,7 @@ def test_gates_at_their_ends_and_inputs_of_zero():
     assert decay.min() == 0 and decay.max() == 1 and beta.max() == 1
 
 
+@pytest.mark.bits
 def test_a_row_has_the_same_bits_in_any_company():
     """The first row alone, and beside three others; a slot alone, and beside two others that hold NaN."""
     case = THREE_SLOTS
@@ -261,6 +264,7 @@ def test_states_and_rings_change_in_place():
     assert report.aliased_bytes == case.state_bytes + sum(case.ring_bytes())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", sorted(set(targets.names()) - {"rtx4090"}))
 def test_compiles_for_other_cards(target):
     row = compiled(cases.CASES[1], target)

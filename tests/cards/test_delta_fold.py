@@ -80,6 +80,7 @@ def test_xla_form_against_float64():
     assert_close(THREE_SLOTS, delta_fold(*arguments, jnp.int32(0), width=THREE_SLOTS.width, impl="xla"), arguments)
 
 
+@pytest.mark.bits
 def test_slots_on_their_own_and_rows_that_do_not_wait_are_not_read():
     """2, 1 and 0 rows wait. NaN in all other records, in the raw inputs outside the window and in the state of the slot
     without rows changes no bit of the others; that slot's state keeps its own bits. A negative count keeps the window too."""
@@ -161,6 +162,7 @@ def check_rows_in_any_cut(case, decode, settle):
                     assert_same_bits(got[1][slot, : case.width - 1], want[1][slot, : case.width - 1])
 
 
+@pytest.mark.bits
 def test_rows_in_any_cut_leave_the_bits_of_rows_one_by_one():
     case = decode_cases.SMALL[3]
 
@@ -170,6 +172,7 @@ def test_rows_in_any_cut_leave_the_bits_of_rows_one_by_one():
     check_rows_in_any_cut(case, decode, functools.partial(kernel.delta_fold, width=case.width, interpret=True))
 
 
+@pytest.mark.bits
 def test_deciding_to_settle_changes_no_bit():
     """A pass after settling, and the same pass to which the rows are left."""
     case = decode_cases.SMALL[3]
@@ -269,6 +272,7 @@ def test_states_change_in_place():
     assert report.aliased_bytes == case.state_bytes + case.ring_bytes()[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", sorted(set(targets.names()) - {"rtx4090"}))
 def test_compiles_for_other_cards(target):
     row = compiled(cases.CASES[0], target)

@@ -143,6 +143,7 @@ def test_counts_at_the_edges(count):
     check(case, draw(case))
 
 
+@pytest.mark.bits
 def test_no_token_changes_no_bit():
     arguments = draw(dataclasses.replace(EDGE, count=0))
     arguments[RECURRENT] = arguments[RECURRENT].at[:, :, ::3].set(-0.0)
@@ -152,6 +153,7 @@ def test_no_token_changes_no_bit():
     assert not np.asarray(out, np.float32).any()
 
 
+@pytest.mark.bits
 def test_cutting_a_sequence_changes_no_bit():
     cut = 64
     arguments = draw(EDGE)
@@ -164,6 +166,7 @@ def test_cutting_a_sequence_changes_no_bit():
         np.testing.assert_array_equal(bits(got), bits(want))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -3e38])
 def test_what_lies_outside_changes_no_bit(poison):
     """Tokens of padding, and everything of the other slots."""
@@ -262,6 +265,7 @@ def test_compiled_for_a_4090(case):
         assert launched.count("LDG.E.128") >= 12, name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", sorted(set(targets.names()) - {"rtx4090"}))
 def test_compiles_for_other_cards(target):
     check_code(compiled(cases.CASES[2], target), targets.get(target))

@@ -5,6 +5,8 @@ import pytest
 from pallas_kernels import deviceless, targets
 from pallas_kernels.lab import registry
 
+pytestmark = pytest.mark.full
+
 OTHERS = [name for name in targets.names() if name != "rtx4090"]  # that one is looked at in each kernel's own test
 
 

@@ -134,6 +134,7 @@ def test_against_float64(case):
         assert decibels(decoded(*parts[name], kind), want) >= LEAST_DECIBELS[kind]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda c: c.name)
 def test_codes_have_the_bits_of_kv_codecs(case):
     """v exactly; k by what the kernel itself stores in a bf16 pool, where norms may differ in a last bit."""
@@ -159,6 +160,7 @@ def hard_vectors():
     return jnp.asarray(np.concatenate([ordinary, spikes, ties, edges, tiny]), jnp.float32)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", ["int8", "int4", "e8"])
 def test_the_encoder_alone_has_the_bits_of_kv_codecs(kind):
     x = hard_vectors()
@@ -172,12 +174,14 @@ def test_the_encoder_alone_has_the_bits_of_kv_codecs(kind):
         np.testing.assert_array_equal(bits(a), bits(b))
 
 
+@pytest.mark.bits
 def test_rotation_has_the_bits_of_kv_codecs():
     x = hard_vectors()
     x = x[jnp.max(jnp.abs(x), 1) < 1e30]
     np.testing.assert_array_equal(jax.jit(kernel.rotate)(x), jax.jit(kv_codecs.rotate)(x))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("format", ["rk4v4-e8", "rk8v4", "bf16"])
 def test_only_the_rows_own_places_change(format):
     """Gates and unused table entries are poison, rows without a home go to page 0, a tail of the last block nowhere."""
@@ -202,6 +206,7 @@ def test_only_the_rows_own_places_change(format):
         assert not changed[0, 1:].any()
 
 
+@pytest.mark.bits
 def test_a_row_has_the_same_bits_in_any_company():
     case = dataclasses.replace(BASE, tokens=24, slots=4, pages_per_slot=8, dims=64)
     arguments = draw(case)
@@ -217,6 +222,7 @@ def test_a_row_has_the_same_bits_in_any_company():
             np.testing.assert_array_equal(bits(a), bits(b[:count]))
 
 
+@pytest.mark.bits
 def test_one_table_row_for_all_tokens_or_one_each():
     shared = dataclasses.replace(BASE, format="bf16", tokens=9, slots=0, dims=64)
     arguments = draw(shared)
@@ -261,6 +267,7 @@ def test_the_pool_is_written_in_place(case):
     assert (report.copies, report.temporary_bytes) == (0, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", sorted(set(targets.names()) - {"rtx4090"}))
 @pytest.mark.parametrize("name", ["decode.rk4v4-e8", "decode.rk8v4"])
 def test_compiles_for_other_cards(name, target):

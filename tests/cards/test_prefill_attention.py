@@ -92,6 +92,7 @@ def test_kernel_against_float64(case):
     assert not got[case.count :].any()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("case", CASE.values(), ids=lambda c: c.name)
 def test_stale_pages_and_padding_rows_change_nothing(case):
     """All bits set in page 0 and behind the last token; NaN in queries and gates of rows that are not valid."""
@@ -109,6 +110,7 @@ def test_stale_pages_and_padding_rows_change_nothing(case):
     np.testing.assert_array_equal(run(case, [*poisoned, table, start, count]), want)
 
 
+@pytest.mark.bits
 def test_where_pages_lie_changes_nothing():
     case = CASE["rk4v4-e8"]
     (q, projected, pool, table, start, count), want = plain(case)
@@ -117,6 +119,7 @@ def test_where_pages_lie_changes_nothing():
     np.testing.assert_array_equal(run(case, [q, projected, moved, jnp.asarray(place, jnp.int32)[table], start, count]), want)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("skip,count", [(7, 38), (11, 1), (20, 13), (44, 1)])
 def test_a_row_has_the_same_bits_in_any_chunk(skip, count):
     """The same tokens in a chunk that starts later or ends earlier: other tiles, other neighbours."""

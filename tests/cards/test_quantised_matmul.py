@@ -81,6 +81,7 @@ def test_decode_sums_are_exact_products(bits, group):
     assert relative(got, oracle(x, weight)) < 1e-6
 
 
+@pytest.mark.bits
 def test_a_row_has_the_same_bits_in_any_company():
     case = cases.Case("", 300, 128, norm=True, residual=True)
     x, weight, norm, residual = draw(case)
@@ -90,6 +91,7 @@ def test_a_row_has_the_same_bits_in_any_company():
         np.testing.assert_array_equal(np.asarray(alone, np.float32), np.asarray(together[:count], np.float32))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("rows", [3, 40])
 def test_padding_is_never_read_into_a_result(rows):
     """Codes in padded rows of K and units of padded columns are poisoned; rows of x in no block are absent anyway."""
@@ -202,6 +204,7 @@ def draw_pair(case):
     return x, wide, draw(narrow, seed=1)[1], norm
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("bits,group", [(4, 64), (8, 32)])
@@ -281,6 +284,7 @@ def test_compiled_for_a_4090(case):
         assert row.limit == "memory"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", sorted(set(targets.names()) - {"rtx4090"}))
 @pytest.mark.parametrize("name", ["mlp.gate_up", "delta.inputs", "top_k", "mlp.down.prefill", "mlp.down.prefill_int8"])
 def test_compiles_for_other_cards(name, target):

@@ -88,6 +88,7 @@ class TestKernel:
         got = triton_kernel.decode(x, weight, out_dtype=jnp.float32, interpret=True)
         assert relative(got, oracle(x, weight)) < 1e-6
 
+    @pytest.mark.bits
     def test_a_row_has_the_same_bits_in_any_company(self):
         x, weight, norm, residual = draw(cases.Case("", 300, 128, norm=True, residual=True))
         together = triton_kernel.decode(x, weight, norm, residual, interpret=True)
@@ -95,6 +96,7 @@ class TestKernel:
             alone = triton_kernel.decode(x[:count], weight, norm, residual[:count], interpret=True)
             np.testing.assert_array_equal(np.asarray(alone, np.float32), np.asarray(together[:count], np.float32))
 
+    @pytest.mark.bits
     def test_padding_is_never_read_into_a_result(self):
         """Codes in padded rows of K and units of padded columns are poisoned."""
         x, weight, _, _ = draw(cases.Case("", 200, 100, rows=3))
@@ -116,6 +118,7 @@ class TestKernel:
         assert row.thread_instructions_per_byte <= 25
         assert row.limit == "memory"
 
+    @pytest.mark.full
     @pytest.mark.parametrize("target", sorted(set(targets.names()) - {"rtx4090"}))
     def test_compiles_for_other_cards(self, target):
         (case,) = (c for c in triton_cases.CASES if c.name == "mlp.gate_up")

@@ -94,6 +94,12 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return out
 
 
+def near(one: np.ndarray, other: np.ndarray) -> None:
+    """Each is within 2e-5 of the exact result, which `test_decode_attention` holds them to, so no more than twice that apart."""
+    assert np.isfinite(one).all()
+    np.testing.assert_allclose(one, other, rtol=4e-5, atol=4e-5)
+
+
 def some_tables(slots: int, rng: np.random.Generator) -> np.ndarray:
     return rng.permutation(np.arange(1, POOL))[: slots * PER_SLOT].reshape(slots, PER_SLOT).astype(np.int32)
 
@@ -102,6 +108,7 @@ def vectors(rng: np.random.Generator, tokens: int, heads: int) -> np.ndarray:
     return (rng.normal(size=(tokens, heads, HEAD_DIM)) * 1.5).astype(np.float32)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("format, rows", [(format, 6) for format in FORMATS] + [("f32", 1), ("int8", 1), ("rk4v4-e8", 1)])
 def test_decode_attention(format: str, rows: int) -> None:
     """Ragged slots around the borders of pages (64) and blocks (256), an empty one among them."""
@@ -136,10 +143,11 @@ def test_rows_past_the_filled_length_see_no_stale_key() -> None:
     place(pool, "f32", tables[0], vectors(rng, 100, KV_HEADS), vectors(rng, 100, KV_HEADS))
     q = np.broadcast_to(vectors(rng, 1, QUERY_HEADS), (1, 3, QUERY_HEADS, HEAD_DIM))
     out = np.asarray(run_decode(q, pool, tables, np.array([[99, 100, 383]], np.int32), np.array([100], np.int32), "f32"))
-    np.testing.assert_array_equal(out[0, 1:], out[0, :1].repeat(2, 0))
+    near(out[0, 1:], out[0, :1].repeat(2, 0))
 
 
 def test_a_row_is_the_same_alone_and_beside_others() -> None:
+    """To rounding: one row and six are two programs. An engine on a CPU compiles a row of one slot alone, whatever its K."""
     rng = np.random.default_rng(5)
     tables, pool = some_tables(1, rng), filled_with("f32", "worst")
     place(pool, "f32", tables[0], vectors(rng, 259, KV_HEADS), vectors(rng, 259, KV_HEADS))
@@ -149,9 +157,10 @@ def test_a_row_is_the_same_alone_and_beside_others() -> None:
     for r in range(6):
         filled = positions[0, r : r + 1] + 1
         alone = np.asarray(run_decode(q[:, r : r + 1], pool, tables, positions[:, r : r + 1], filled, "f32"))
-        np.testing.assert_array_equal(alone[0, 0], together[0, r])
+        near(alone[0, 0], together[0, r])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("format", FORMATS)
 def test_prefill_attention(format: str) -> None:
     """A chunk of 128 anywhere in a slot; its padding rows are finite whatever stale pages hold."""
@@ -172,6 +181,7 @@ def test_prefill_attention(format: str) -> None:
         assert np.isfinite(poisoned).all()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("format", FORMATS)
 def test_append_writes_the_encoded_vectors_and_nothing_else(format: str) -> None:
     rng = np.random.default_rng(7)
@@ -199,6 +209,7 @@ def test_append_writes_the_encoded_vectors_and_nothing_else(format: str) -> None
         np.testing.assert_array_equal(got[0][:, kept].view(np.uint8), was[0][:, kept].view(np.uint8))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_was_appended_is_read_back(format: str) -> None:
     """A prompt in three pieces under one shared block table, as prefill appends it; padding beyond the table hits no page."""

@@ -127,6 +127,7 @@ def test_struct_describes_what_encode_returns(format, part):
         assert struct.nbytes == bytes_per_vector(format, part, head_dim) * int(np.prod(leading))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("format", FORMATS)
 def test_tokens_can_be_written_into_a_donated_page_pool(format):
     pool = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), packed_struct(format, "v", (4, 2, 64), HEAD_DIM))
@@ -212,6 +213,7 @@ def test_code_bits_are_the_top_mantissa_bits(format):
     np.testing.assert_array_equal(bits.view(np.float32) - 24, unpack_octets(words, format == "rk4v4-e8"))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("format", FOUR_BIT)
 def test_every_code_and_scale_byte_survives_decode_and_encode(format):
     """A group that uses code -8 names its scale, so encoding decoded bits must return exactly those bits."""
@@ -322,6 +324,7 @@ def test_signal_to_noise(format, part, gaussian_db, heavy_db, gaussian_vectors, 
     assert measured[0] >= floors.get(format, 40)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "one, other", [(("rk8v4", "v"), ("rk4v4", "v")), (("rk4v4", "k"), ("rk4v4", "v")), (("rk4v4-e8", "k"), ("rk4v4-e8", "v"))]
 )
@@ -384,6 +387,7 @@ def test_tiny_and_huge_values_of_int8_codes(format, part):
     assert np.abs(np.asarray(jit_decode_stored(clipped, format, part))).max() == 65504 * 127
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("format, part", LAYOUTS)
 def test_half_precision_input_is_widened_first(format, part):
     x = gaussian(8, HEAD_DIM).astype(jnp.bfloat16)
@@ -391,6 +395,7 @@ def test_half_precision_input_is_widened_first(format, part):
     jax.tree.map(np.testing.assert_array_equal, direct, widened)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("format, part", LAYOUTS)
 def test_a_vector_is_encoded_the_same_alone_and_among_others(format, part):
     x = gaussian(64, HEAD_DIM, seed=11)

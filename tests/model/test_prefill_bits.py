@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.bits
 CASES = ["ratio3-8layers", "ratio1-4layers-tied"]
 
 
