@@ -1,17 +1,22 @@
-# Needs make, a POSIX shell and Python >= 3.11; everything else goes into .venv.
+# Needs make, a POSIX shell and Python >= 3.11; the tests also bash. Everything else goes into .venv.
 #
 #   make demo          install what generating needs and let the bundled model write
-#   make test          install what tests need and run every test: test-engine, then test-cards
+#   make check         in three minutes: lint, the tests that compile no engine, and one engine of the smallest size
+#   make test          every test but the exhaustive products: test-engine and test-cards
 #   make test-engine   everything but the Pallas kernels, on the CPU
-#   make test-cards    the Pallas kernels: their numbers, and compiled for five NVIDIA cards, without one
+#   make test-cards    the Pallas kernels: their numbers, and compiled for the RTX 4090, without one
+#   make test-full     `make test` and the products: every KV format and K, every kernel for five NVIDIA cards
+#   make test-avx2     the tests that claim equal bits, with the code of a CPU without AVX-512
 #   make test-lane312  the newer version lane (Python 3.12, JAX 0.11.2) in .venv312: kernels, programs, what needs no torch
+#   make lint          ruff and pyright
 #   make check-27b     the 27B's decode round compiled for the RTX 4090: launches, copies, bytes (minutes)
 #   make check-shapes  the 27B's widths from checkpoint to logits on the CPU (9 minutes, 20 GB of memory, 15 GB of disk)
 #   make train         train the bundled model again
 #   make heldout       its held-out loss and draft acceptance
-#   make clean         remove both environments
+#   make clean         remove the environments, and with them what the tests have compiled
 #
-# PYTHON and PYTHON312 name the interpreters of .venv and .venv312, CUDA=12, 13 or none the plugin for `make demo`.
+# PYTHON and PYTHON312 name the interpreters of .venv and .venv312, CUDA=12, 13 or none the plugin for `make demo`, JOBS the
+# number of test processes. Times are in docs/setup.md.
 
 # python3.11 first: it is the lane that runs every test.
 PYTHON ?= python3.11 python3.12 python3 python3.13 python3.14
@@ -22,28 +27,64 @@ MAX_NEW ?= 120
 # The newer lane has neither torch nor transformers. Nothing is skipped: a test in here that imports one of them fails,
 # unless it is named as left out, which tests/test_packaging.py allows for such files alone.
 LANE312_TESTS := tests/test_packaging.py tests/kernels tests/decoding tests/state tests/programs \
-	tests/engine/test_speculative.py
+	tests/engine/test_speculative.py tests/engine/test_pending_rows.py tests/engine/test_micro_engine.py \
+	tests/cards
 LANE312_WITHOUT := tests/decoding/test_sampling.py
-# Kernels there on the RTX 4090 alone; every case on every card is compiled once, in the older lane.
-LANE312_CARDS := $(filter-out tests/cards/test_every_card.py,$(wildcard tests/cards/test_*.py))
+
+# What `make check` runs, but for tests that are marked otherwise.
+CHECK_TESTS := tests/test_packaging.py tests/text tests/checkpoints tests/state tests/decoding tests/programs tests/bench \
+	tests/engine tests/kernels/test_delta_rule.py tests/model/test_config.py
 
 INPUTS := pyproject.toml setup.py constraints/install.sh $(wildcard constraints/*.txt)
 
-.PHONY: demo test test-engine test-cards test-lane312 check-27b check-shapes train heldout clean
+JOBS ?= 2
+# A group of tests, whose engines are compiled once, stays in one process (tests/conftest.py), and what is compiled once is
+# kept beside the environment that compiled it: the cache's keys hold programs, versions and XLA_FLAGS.
+pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} JAX_COMPILATION_CACHE_DIR=$(CURDIR)/$(1)/jax-cache \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3 $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+stages = +@MAKE='$(MAKE)' .ci/stages 'make $@'
+AVX2 := XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX2"
+
+.PHONY: demo check lint test test-engine test-cards test-full test-matrix test-every-card test-avx2 test-avx2-engine \
+	test-avx2-cards test-lane312 check-27b check-shapes train heldout clean
 
 demo: .venv/.installed
 	.venv/bin/ninfer-jax generate tiny --prompt '$(PROMPT)' --max-new $(MAX_NEW)
 
-test: test-engine test-cards
+check:
+	$(stages) lint check-tests
 
-# Two processes: a module's tests share engines, so modules stay whole. Engines of one shape are compiled once in a run.
+check-tests: .venv/.installed-test
+	$(call pytest,.venv) -m 'not full and (not engine or micro)' $(CHECK_TESTS)
+
+test:
+	$(stages) test-engine test-cards
+
+test-full:
+	$(stages) test-engine test-cards test-matrix test-every-card
+
+test-avx2:
+	$(stages) test-avx2-engine test-avx2-cards
+
 test-engine: .venv/.installed-test
-	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
-	JAX_COMPILATION_CACHE_DIR="$$cache" JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3 JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest -n 2 --dist loadscope --ignore=tests/cards
+	$(call pytest,.venv) --ignore=tests/cards
 
-# Needs the compiler wheels (about 1 GB), hence an environment of its own.
+# The cards need the compiler wheels (about 1 GB), hence an environment of their own: beside the CUDA plugin that `make demo`
+# may have chosen for a driver, these would be a second one.
 test-cards: .venv-cards/.installed-test-cards
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv-cards/bin/python -m pytest -n 2 tests/cards
+	$(call pytest,.venv-cards) tests/cards
+
+test-matrix: .venv/.installed-test
+	$(call pytest,.venv) --ignore=tests/cards -m full
+
+test-every-card: .venv-cards/.installed-test-cards
+	$(call pytest,.venv-cards) tests/cards -m full
+
+test-avx2-engine: .venv/.installed-test
+	$(AVX2) $(call pytest,.venv) --ignore=tests/cards -m 'bits and not full'
+
+test-avx2-cards: .venv-cards/.installed-test-cards
+	$(AVX2) $(call pytest,.venv-cards) tests/cards -m 'bits and not full'
 
 check-27b: .venv-cards/.installed-test-cards
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv-cards/bin/python benchmarks/check_27b.py
@@ -52,7 +93,7 @@ check-shapes: .venv/.installed-test
 	.venv/bin/python benchmarks/check_shapes.py
 
 test-lane312: .venv312/.installed-test-cards
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} .venv312/bin/python -m pytest -n 2 --dist loadscope $(LANE312_TESTS) $(LANE312_CARDS) $(LANE312_WITHOUT:%=--ignore=%)
+	$(call pytest,.venv312) $(LANE312_TESTS) $(LANE312_WITHOUT:%=--ignore=%)
 
 train: .venv/.installed-train
 	.venv/bin/python weights/training/train_tiny.py --steps 4000 --stop 1600
