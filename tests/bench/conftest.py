@@ -1,4 +1,4 @@
-"""Rows without an engine, and one engine of the bundled model."""
+"""Rows without an engine, and the standard engine under the name of this folder."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from typing import Any
 
 import pytest
 
-from ninfer_jax import Engine, EngineConfig
+from ninfer_jax import Engine
 from ninfer_jax.bench.device import PROCESS_PEAK, Memory
 from ninfer_jax.bench.matrix import Cell
 from ninfer_jax.bench.measure import Sample
 from ninfer_jax.bench.results import Row
-from ninfer_jax.checkpoints import tiny_path
 
 SETTINGS = {"model": "m", "weights": "w", "corpus": "text", "warmup": 1, "repeats": 3, "prefill_chunk": 64, "dtype": "auto"}
 VERSIONS = {"jax": "0.10.2", "source": "abc", "device": "a device"}
 
 
 @pytest.fixture(scope="session")
-def engine() -> Engine:
-    """Two slots of 320 tokens, two drafts a round, chunks of 64, f32 pages."""
-    return Engine.load(tiny_path(), EngineConfig(context=320, prefill_chunk=64, kv="f32", slots=2, draft=2))
+def engine(draft_engine) -> Engine:
+    return draft_engine
 
 
 @pytest.fixture

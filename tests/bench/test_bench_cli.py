@@ -11,7 +11,7 @@ from ninfer_jax import Engine
 from ninfer_jax.bench import device
 from ninfer_jax.cli.main import app
 
-COMMON = ("--draft", "2", "--slots", "2", "--kv", "f32", "--context", "320", "--prefill-chunk", "64", "--repeats", "2")
+COMMON = ("--draft", "3", "--slots", "2", "--kv", "f32", "--context", "512", "--prefill-chunk", "64", "--repeats", "2")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_matrix_with_all_its_files(bench, tmp_path):
     file, table, plots = tmp_path / "r.json", tmp_path / "r.csv", tmp_path / "plots"
     lists = ("--prompt", "32,64", "--gen", "6", "--depth", "0,64")
     done = bench(*lists, *COMMON, "--json", file, "--csv", table, "--plot", plots)
-    assert [(c.context, c.kv, c.draft, c.slots, c.prefill_chunk) for c in bench.loaded] == [(320, "f32", 2, 2, 64)]
+    assert [(c.context, c.kv, c.draft, c.slots, c.prefill_chunk) for c in bench.loaded] == [(512, "f32", 3, 2, 64)]
     rows = json.loads(file.read_text())["rows"]
     assert [(r["cell"]["depth"], r["cell"]["prompt"]) for r in rows] == [(0, 32), (0, 64), (64, 32), (64, 64)]
     for r in rows:
@@ -52,7 +52,7 @@ def test_a_matrix_with_all_its_files(bench, tmp_path):
     assert len(table.read_text().splitlines()) == 5
     assert sorted(p.name for p in plots.iterdir()) == ["acceptance_by_draft.png", "memory_by_context.png", "speed_by_depth.png"]
     assert sum(line.startswith("│") for line in done.stdout.splitlines()) == 4
-    assert done.stderr.splitlines()[0] == "1 of 4: prompt 32, gen 6, depth 0, kv f32, K 2, slots 2, context 320: measured"
+    assert done.stderr.splitlines()[0] == "1 of 4: prompt 32, gen 6, depth 0, kv f32, K 3, slots 2, context 512: measured"
 
     assert bench.verified
     bench("--prompt", "8", "--gen", "2", *COMMON, "--no-verify")
@@ -70,7 +70,7 @@ def test_what_cannot_fit_is_refused_and_the_rest_runs(bench, tmp_path):
     corpus = tmp_path / "c.txt"
     corpus.write_text("".join(f"ACT {i}. Enter the {i}th Gentleman.\n" for i in range(60)), "utf-8")
     done = bench("--prompt", "16,1000", "--gen", "2", *COMMON, "--corpus", corpus)
-    assert "context: 1002 tokens are needed, --context is 320" in done.stderr
+    assert "context: 1002 tokens are needed, --context is 512" in done.stderr
     done = bench("--prompt", "16,250", "--gen", "2", *COMMON, "--corpus", corpus)
     assert "corpus: 1,500 tokens are needed (3 runs x 2 slots x 250), c.txt" in done.stderr
     none = bench("--prompt", "1000", *COMMON, exit_code=1)

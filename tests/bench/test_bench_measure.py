@@ -51,7 +51,7 @@ def test_times_of_one_slot(engine, clock):
     texts = [ids(engine, 228, 1)]
     (stats,) = by_generate(engine, texts, 12)
     sample = measuring.measure(
-        engine, Cell(prompt=100, gen=12, depth=128, kv="f32", draft=2, slots=1), texts, energy=lambda: clock[0] * 40
+        engine, Cell(prompt=100, gen=12, depth=128, kv="f32", draft=3, slots=1), texts, energy=lambda: clock[0] * 40
     )
     assert asdict(sample) == dict(
         prefill_tokens=100,
@@ -65,11 +65,11 @@ def test_times_of_one_slot(engine, clock):
         accepted=stats.accepted,
         energy_j=stats.rounds * 0.125 * 40,
     )
-    assert 4 <= stats.rounds <= 11 and engine.runner.busy == 0
+    assert 3 <= stats.rounds <= 11 and engine.runner.busy == 0
 
 
 def test_without_depth_nothing_is_taken_off(engine, clock):
-    sample = measuring.measure(engine, Cell(64, 1, 0, "f32", 2, 1), [ids(engine, 64, 2)])
+    sample = measuring.measure(engine, Cell(64, 1, 0, "f32", 3, 1), [ids(engine, 64, 2)])
     assert (sample.fill_s, sample.prefill_s, sample.ttft_s) == (0, 1.25, 1.75)
     assert (sample.decode_tokens, sample.decode_s, sample.rounds, sample.energy_j) == (0, 0, 0, None)
 
@@ -79,7 +79,7 @@ def test_slots_prefill_in_turn_and_decode_together(engine, clock):
     texts = [ids(engine, 128, seed) for seed in (3, 4)]
     most = max(stats.rounds for stats in by_generate(engine, texts, 12))
     energy = []
-    cell = Cell(prompt=64, gen=12, depth=64, kv="f32", draft=2, slots=2)
+    cell = Cell(prompt=64, gen=12, depth=64, kv="f32", draft=3, slots=2)
     sample = measuring.measure(engine, cell, texts, energy=lambda: energy.append(clock[0]) or clock[0])
     assert (sample.prefill_tokens, sample.prefill_s, sample.fill_s) == (128, 2 * 1.25, 2 * 1.0)
     assert sample.ttft_s == 2 * (0.5 + 1.25)
@@ -93,17 +93,17 @@ def test_drafts_are_those_of_the_engine(engine):
         for text in ("ROMEO.\nWhat lady is that, which doth enrich the hand", "def read(self, size=-1):\n    if size < 0:\n")
     ]
     texts = [text[: min(map(len, texts))] for text in texts]
-    sample = measuring.measure(engine, Cell(len(texts[0]), 30, 0, "f32", 2, 2), texts)
+    sample = measuring.measure(engine, Cell(len(texts[0]), 30, 0, "f32", 3, 2), texts)
     stats = by_generate(engine, texts, 30)
     assert (sample.rounds, sample.drafted, sample.accepted) == tuple(
         sum(getattr(s, f) for s in stats) for f in ("rounds", "drafted", "accepted")
     )
-    assert sample.drafted == 2 * sample.rounds and sample.accepted > 0
+    assert sample.drafted == 3 * sample.rounds and sample.accepted > 0
 
 
 def test_texts_have_to_be_those_of_the_cell(engine):
     with pytest.raises(ValueError, match="texts must be 2 of 96 tokens"):
-        measuring.measure(engine, Cell(32, 4, 64, "f32", 2, 2), [ids(engine, 96, 8)])
+        measuring.measure(engine, Cell(32, 4, 64, "f32", 3, 2), [ids(engine, 96, 8)])
 
 
 def test_an_interrupted_run_leaves_the_engine_free(engine):
@@ -112,7 +112,7 @@ def test_an_interrupted_run_leaves_the_engine_free(engine):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measuring.measure(engine, Cell(100, 20, 0, "f32", 2, 1), [ids(engine, 100, 7)], tell=stop)
+        measuring.measure(engine, Cell(100, 20, 0, "f32", 3, 1), [ids(engine, 100, 7)], tell=stop)
     assert engine.runner.busy == 0 and engine.runner.free_tokens == engine.runner.pool_tokens
 
 

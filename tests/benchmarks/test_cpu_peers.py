@@ -1,7 +1,6 @@
 """`benchmarks/cpu_peers.py` in miniature: what it asks of the peers, what it refuses, what it writes."""
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import FUNCTIONAL
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -132,7 +132,9 @@ def test_the_multimodal_twin_is_the_same_text_model(tmp_path):
     twin = Qwen3_5ForConditionalGeneration.from_pretrained(multimodal_twin(checkpoint), dtype=torch.float32)
     ids = torch.tensor([[300, 301, 302, 303]])
     with torch.inference_mode():
-        assert torch.equal(text(ids).logits, twin(ids).logits)
+        ours, theirs = text(ids).logits, twin(ids).logits
+    # Two programs of torch's: as far apart as float32 sums of a few hundred terms may be.
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 def test_tables_follow_from_the_rates():
@@ -154,7 +156,7 @@ def test_a_run_of_this_engine_and_transformers(tmp_path):
     """The other engines belong to the extra `bench`; the command, processes and files are the same for them."""
     line = [sys.executable, str(BENCHMARKS / "cpu_peers.py"), "--tiny", "--only", "transformers", "--repeats", "2"]
     line += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out"), "--plot", str(tmp_path / "out.png")]
-    done = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=300)
+    done = subprocess.run(line, capture_output=True, text=True, env=FUNCTIONAL, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     rates = {kind: {int(n): values for n, values in found["tokens_per_second"][kind].items()} for kind in ("prefill", "decode")}

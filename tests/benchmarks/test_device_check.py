@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import FUNCTIONAL
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -19,7 +19,7 @@ from device import around, kernels, random_model, whole_model  # noqa: E402
 from device.report import Report, markdown  # noqa: E402
 
 from ninfer_jax.model import TextModel, parameters_of  # noqa: E402
-from ninfer_jax.programs.executables import MANIFEST, compile_to  # noqa: E402
+from ninfer_jax.programs.executables import MANIFEST  # noqa: E402
 from pallas_kernels import deviceless  # noqa: E402
 from pallas_kernels.matmul import QuantisedWeight, dequantise  # noqa: E402
 
@@ -29,14 +29,21 @@ ONE_SLOT = f"1 slot, {TINY.engine.draft} drafts"
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
     line = [sys.executable, str(BENCHMARKS / "device_check.py"), *arguments]
-    return subprocess.run(line, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=600)
+    return subprocess.run(line, capture_output=True, text=True, env=FUNCTIONAL, timeout=600)
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Executables of the first configuration, as `ninfer-jax compile` writes them."""
     out = tmp_path_factory.mktemp("programs")
-    compile_to(out, TINY.setup(1, TINY.engine.draft), "cpu")
+    program = f"""
+import pathlib, sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from device.whole_model import TINY
+from ninfer_jax.programs.executables import compile_to
+compile_to(pathlib.Path({str(out)!r}), TINY.setup(1, TINY.engine.draft), "cpu")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=FUNCTIONAL, timeout=600)
     return out
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
-from ninfer_jax import Engine, EngineConfig, SamplingParams
-from ninfer_jax.checkpoints import tiny_path
+from ninfer_jax import Engine, SamplingParams
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.state import State
@@ -41,8 +41,9 @@ PROMPTS = (
 GREEDY = SamplingParams(temperature=0, max_new_tokens=256, ignore_eos=True)
 
 
-def load(draft: int, kv: str, slots: int = 1, context: int = 1024) -> Engine:
-    return Engine.load(tiny_path(), EngineConfig(draft=draft, kv=kv, slots=slots, context=context, prefill_chunk=64))
+def config(draft: int, kv: str, slots: int = 1) -> dict[str, Any]:
+    """Fields of EngineConfig: what the standard engines have, and these."""
+    return dict(context=512, prefill_chunk=64, kv=kv, draft=draft, slots=slots)
 
 
 class ScriptedRunner(Runner):

@@ -16,10 +16,10 @@ TEXT = "HAMLET.\nGood night, sweet "
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
 
 
-@pytest.fixture(params=["plain_engine", "draft_engine"])
-def engine(request):
+@pytest.fixture(params=["plain", "drafting"])
+def engine(request, plain_engine, draft_engine):
     """The same expectations without drafts and with them."""
-    return request.getfixturevalue(request.param)
+    return {"plain": plain_engine, "drafting": draft_engine}[request.param]
 
 
 def varied(engine, **changes) -> SamplingParams:

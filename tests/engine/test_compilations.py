@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ninfer_jax import Engine, EngineConfig, SamplingParams
-from ninfer_jax.checkpoints import tiny_path
+from ninfer_jax import SamplingParams
 from ninfer_jax.programs import compilations
 
 
@@ -27,8 +26,8 @@ def varied(rng: random.Random) -> SamplingParams:
     )
 
 
-def test_two_hundred_varied_requests_compile_nothing():
-    engine = Engine.load(tiny_path(), EngineConfig(draft=2, slots=3, kv="rk4v4", context=512, prefill_chunk=64))
+def test_two_hundred_varied_requests_compile_nothing(draft_engine):
+    engine = draft_engine
     engine.score([1, 2, 3])  # scoring's own program is compiled when first used
     before = compilations()
     rng = random.Random(0)

@@ -24,13 +24,13 @@ def example(name: str) -> ModuleType:
 
 
 @pytest.fixture
-def shared_engines(monkeypatch, plain_engine, draft_engine):
-    """Spares the examples the compilations that the session has paid already; other formats are loaded for real."""
-    load = Engine.load
+def shared_engines(monkeypatch, plain_engine, draft_engine, coarse_engine):
+    """Spares the examples the compilations that the session has paid already."""
 
     def instead(path, config):
         if config.kv not in (None, "f32"):
-            return load(path, config)
+            assert config.kv == coarse_engine.programs.shape.kv and not config.draft
+            return coarse_engine
         return draft_engine if config.draft else plain_engine
 
     monkeypatch.setattr(Engine, "load", instead)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ninfer_jax import Engine, EngineConfig, SamplingParams
-from ninfer_jax.checkpoints import tiny_path
+from ninfer_jax import Engine, SamplingParams
+from ninfer_jax.engine.runner import Runner
+from ninfer_jax.model import TextModel
+from ninfer_jax.programs import Programs
 
 PROMPT = "SECOND LORD.\nI would not, by my will, "
 TEXT = PROMPT * 20
@@ -19,14 +22,17 @@ def log_softmax(logits: np.ndarray, ids: int) -> np.ndarray:
     return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
 
 
-@pytest.mark.parametrize("name", ["plain_engine", "draft_engine"])
+@pytest.fixture(params=["plain", "drafting"])
+def engine(request, plain_engine, draft_engine):
+    return {"plain": plain_engine, "drafting": draft_engine}[request.param]
+
+
 @pytest.mark.parametrize(
     "settings",
     [dict(temperature=0), dict(temperature=1.3, seed=9, top_k=20, logit_bias={40: 4.0}, repetition_penalty=1.2)],
     ids=["greedy", "sampled and biased"],
 )
-def test_logprobs_are_those_of_teacher_forcing(request, name, settings):
-    engine = request.getfixturevalue(name)
+def test_logprobs_are_those_of_teacher_forcing(engine, settings):
     prompt = engine.tokenizer.encode(PROMPT)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True, logprobs=5, **settings)
     completion = engine.generate(prompt, params)
@@ -54,12 +60,19 @@ def test_logprobs_without_alternatives_and_after_a_stop_string(draft_engine):
     assert stopped.logprobs == free.logprobs[: len(stopped.tokens)]
 
 
+def in_chunks_of(chunk: int, engine: Engine) -> Engine:
+    """The same model with another chunk; of its programs only those are compiled that scoring takes."""
+    model = TextModel(engine.model_config, jnp.dtype("float32"), mtp=False)
+    programs = Programs(model, engine.programs.shape, chunk, engine.tokenizer.vocab_size, "cpu")
+    runner = Runner(programs, engine.runner._parameters, programs.allocate())
+    return Engine(runner, programs, engine.tokenizer, engine.template, engine.defaults, engine.model_config, 0)
+
+
 def test_scores_do_not_depend_on_the_chunks(plain_engine):
     ids = plain_engine.tokenizer.encode(TEXT)[:300]
     scores = plain_engine.score(ids)
     assert scores.shape == (300, 1088) and scores.dtype == np.float32
-    other = Engine.load(tiny_path(), EngineConfig(context=320, prefill_chunk=192, kv="f32"))
-    np.testing.assert_allclose(other.score(ids), scores, atol=1e-3)
+    np.testing.assert_allclose(in_chunks_of(192, plain_engine).score(ids), scores, atol=1e-3)
     # Whole chunks, a chunk and one token, one token: earlier rows never see later ones.
     for length in (1, 63, 64, 65, 128):
         np.testing.assert_allclose(plain_engine.score(ids[:length]), scores[:length], atol=1e-3)

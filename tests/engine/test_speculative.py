@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import itertools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import GREEDY, PROMPTS, load, run
+from scripted import GREEDY, PROMPTS, config, run
 
 from ninfer_jax import SamplingParams
-from ninfer_jax.model import TextModel
-from ninfer_jax.programs import Programs
 
+pytestmark = [pytest.mark.engine, pytest.mark.bits, pytest.mark.xdist_group("e8")]
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=256, seed=11, frequency_penalty=0.2, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def pair():
-    """The same short-context engine without drafts and with three."""
-    return load(0, "rk4v4-e8", context=256), load(3, "rk4v4-e8", context=256)
+@pytest.fixture
+def pair(engine_for):
+    """The same engine without drafts, and with three in two slots."""
+    return engine_for(**config(0, "rk4v4-e8")), engine_for(**config(3, "rk4v4-e8", slots=2))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def prompt(pair):
     return pair[0].tokenizer.encode(PROMPTS[0])
 
@@ -86,7 +84,7 @@ def test_an_end_token_inside_the_accepted_drafts(pair, prompt, inside):
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 5, 6])
 def test_the_exact_context_limit(pair, prompt, room):
     plain_engine, draft_engine = pair
-    long = (prompt * 30)[: plain_engine.context - room]
+    long = (prompt * 60)[: plain_engine.context - room]
     params = SamplingParams(temperature=0, ignore_eos=True)
     reference, plain = run(plain_engine, long, params)
     sequence, drafted = run(draft_engine, long, params, right(reference.tokens) if room > 1 else None)
@@ -96,9 +94,16 @@ def test_the_exact_context_limit(pair, prompt, room):
 
 
 def test_a_sampled_answer_is_the_same_with_drafts_and_beside_others(pair):
-    plain_engine, _ = pair
+    check_beside_others(*pair)
+
+
+@pytest.mark.full
+def test_a_sampled_answer_is_the_same_beside_three_others(pair, engine_for):
+    check_beside_others(pair[0], engine_for(**config(3, "rk4v4-e8", slots=4)))
+
+
+def check_beside_others(plain_engine, crowd):
     alone = [plain_engine.generate(p, SAMPLED).tokens for p in PROMPTS[:4]]
-    crowd = load(3, "rk4v4-e8", slots=4, context=256)
     beside = crowd.generate_many(PROMPTS[:4], SAMPLED)
     assert [c.tokens for c in beside] == alone
     assert sum(c.stats.accepted for c in beside) > 0
@@ -112,25 +117,3 @@ def test_a_finished_run_leaves_the_slot_as_new(pair, prompt):
         engine.generate(text, SAMPLED)
     assert engine.generate(prompt, GREEDY).tokens == first
     assert engine.runner.busy == 0
-
-
-def test_rows_in_one_pass_agree_with_rows_one_by_one(prompt):
-    """The form a GPU runs: all rows of a round in one pass. Same tokens here, states to rounding."""
-    engine = load(3, "f32", context=256)
-    truth, snapshots = run(engine, prompt, GREEDY, budget=48)
-    together = Programs(
-        TextModel(engine.model_config, jnp.dtype("float32"), mtp=True),
-        engine.programs.shape._replace(rows_together=True),
-        engine.programs.chunk,
-        engine.tokenizer.vocab_size,
-        "cpu",
-    )
-    engine._programs = together
-    sequence, states = run(engine, prompt, GREEDY, budget=48)
-    assert sequence.tokens == truth.tokens and states.keys() == snapshots.keys()
-    for emitted, arrays in states.items():
-        for name, array in arrays.items():
-            scale = np.abs(snapshots[emitted][name]).max()
-            np.testing.assert_allclose(
-                array, snapshots[emitted][name], atol=2e-5 * max(scale, 1), err_msg=f"{name} after {emitted}"
-            )

@@ -15,10 +15,10 @@ def test_counts(engine, ids):
     stats = [engine.generate(p, params).stats for p in prompts]
     # Each continuation's last round is left out, which had at most the drafts that the token limit left.
     assert found.rounds == sum(s.rounds for s in stats) - 3
-    assert found.drafted == 2 * found.rounds
-    assert 0 <= sum(s.accepted for s in stats) - found.accepted <= 3 * 2
+    assert found.drafted == 3 * found.rounds
+    assert 0 <= sum(s.accepted for s in stats) - found.accepted <= 3 * 3
     assert found.accepted_share == found.accepted / found.drafted and found.tokens_per_round == 1 + found.accepted / found.rounds
-    assert 1 >= found.by_place[0] >= found.by_place[1] > 0
+    assert 1 >= found.by_place[0] >= found.by_place[1] >= found.by_place[2] > 0
     assert sum(found.by_place) * found.rounds == pytest.approx(found.accepted)
 
 

@@ -87,7 +87,7 @@ def test_kld_against_another_model(invoke, engine, ids, monkeypatch):
 def test_the_others(invoke, tmp_path):
     runs = {
         "drift": ("--tokens", "64", "--every", "64", "--prefill-chunk", "64"),
-        "acceptance": ("--drafts", "2", "--prompts", "2", "--prompt-tokens", "32", "--max-new", "16"),
+        "acceptance": ("--drafts", "3", "--prompts", "2", "--prompt-tokens", "32", "--max-new", "16"),
         "needle": ("--lengths", "100", "--depths", "0,1", "--trials", "1"),
     }
     for measure, arguments in runs.items():
@@ -95,7 +95,7 @@ def test_the_others(invoke, tmp_path):
         assert code == 0, (measure, stderr)
         assert len(figures["results"]) == {"drift": 2, "acceptance": 1, "needle": 2}[measure]
         assert measure in stdout and (tmp_path / f"{measure}.png").read_bytes().startswith(b"\x89PNG")
-    assert invoke.asked[1].draft == 2 and invoke.verified
+    assert invoke.asked[1].draft == 3 and invoke.verified
     assert invoke("ppl", "--tokens", "40", "--window", "32", "--stride", "16", "--no-verify")[0] == 0 and not invoke.verified
 
 

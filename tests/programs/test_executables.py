@@ -1,12 +1,12 @@
 """Programs compiled in one process and run in another, and everything that must stop them from being loaded."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import FUNCTIONAL
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
 from ninfer_jax.checkpoints import tiny_path
@@ -20,7 +20,7 @@ CONFIG = EngineConfig(context=256, draft=1, prefill_chunk=64, kv="f32")
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    environment = FUNCTIONAL | environment
     return subprocess.run(
         [sys.executable, "-m", "ninfer_jax.cli.main", *arguments], capture_output=True, text=True, env=environment
     )

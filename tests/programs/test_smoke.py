@@ -5,10 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
-from ninfer_jax import Engine, EngineConfig, ModelConfig, SamplingParams
+from ninfer_jax import ModelConfig, SamplingParams
 from ninfer_jax.checkpoints import Checkpoint, load_parameters, tiny_path
 from ninfer_jax.model import TextModel, fill, parameter_specs, split_model
 from ninfer_jax.model.sequence import forward_sequences
@@ -18,15 +17,10 @@ NEW = 40
 LENGTH = 64  # whole sequences come in multiples of 64; what is past the tokens cannot reach back
 
 
-@pytest.fixture(scope="module")
-def engine():
-    return Engine.load(tiny_path(), EngineConfig(context=256, prefill_chunk=64, kv="f32", draft=3))
-
-
-def test_drafted_greedy_tokens_are_those_of_a_pass_over_the_whole_sequence(engine):
+def test_drafted_greedy_tokens_are_those_of_a_pass_over_the_whole_sequence(draft_engine):
     """Against the path without cache, state and programs, which training uses."""
-    prompt = engine.tokenizer.encode(PROMPT)
-    given = engine.generate(prompt, SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True))
+    prompt = draft_engine.tokenizer.encode(PROMPT)
+    given = draft_engine.generate(prompt, SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=True))
     tokens = prompt + list(given.tokens)
     assert len(tokens) <= LENGTH and given.stats.drafted > 0
 
@@ -35,12 +29,12 @@ def test_drafted_greedy_tokens_are_those_of_a_pass_over_the_whole_sequence(engin
     graph, described = split_model(model)
     model = nnx.merge(graph, fill(described, arrays))
     hidden = forward_sequences(model, jnp.array([tokens + [0] * (LENGTH - len(tokens))], jnp.int32))[0]
-    logits = np.array(model.logits(hidden))[:, : engine.tokenizer.vocab_size]
+    logits = np.array(model.logits(hidden))[:, : draft_engine.tokenizer.vocab_size]
     assert logits[len(prompt) - 1 : len(tokens) - 1].argmax(axis=1).tolist() == tokens[len(prompt) :]
 
 
-def test_the_compiler_option_of_a_round_does_what_it_is_for(engine):
+def test_the_compiler_option_of_a_round_does_what_it_is_for(draft_engine):
     """Prefill shows that this jaxlib has such fusions at all, the round that the option keeps them out."""
     fusion = "__ynn_fusion"
-    assert fusion in engine.programs.compiled("prefill").as_text()
-    assert fusion not in engine.programs.compiled("decode_round").as_text()
+    assert fusion in draft_engine.programs.compiled("prefill").as_text()
+    assert fusion not in draft_engine.programs.compiled("decode_round").as_text()
