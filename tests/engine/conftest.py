@@ -61,6 +61,12 @@ def random_tensors() -> Mapping[str, np.ndarray]:
     return {spec.name: rng.normal(0, 0.05, spec.shape).astype(np.float32) for spec in specs}
 
 
+@pytest.fixture(scope="session")
+def micro_config() -> dict[str, Any]:
+    """The config.json of `random_tensors`."""
+    return CONFIG
+
+
 @pytest.fixture
 def checkpoint_dir(tmp_path: Path, random_tensors: Mapping[str, np.ndarray]) -> Callable[..., Path]:
     """Writes a complete checkpoint directory; each call a fresh one.
