@@ -70,7 +70,9 @@ def user_path(path: object, what: str = "path") -> Path:
 
 
 def shown(value: object, limit: int = 120) -> str:
-    """A path or value as messages quote it: an overlong one by its beginning and its length."""
+    """A path or value as messages quote it: a type by its name, what is overlong by its beginning and its length."""
+    if isinstance(value, type):
+        return f"the type {value.__name__}"
     try:
         text = str(value) if isinstance(value, Path) else repr(value)
     except ValueError:  # CPython prints no such number
@@ -97,8 +99,8 @@ def kind_of(path: Path) -> str | None:
 def missing(path: Path) -> str:
     """The sentence about a path where nothing is."""
     if path.parts and path.parts[0].startswith("~"):
-        return f"{shown(path)}: no such file or directory; the ~ is only your shell's, write the home directory out"
-    return f"{shown(path)}: no such file or directory"
+        return f"{shown(path)}: No such file or directory; the ~ is only your shell's, write the home directory out"
+    return f"{shown(path)}: No such file or directory"
 
 
 def directory(path: object, what: str = "path", label: str = "") -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ninfer_jax.files import read_text
 from ninfer_jax.text import Tokenizer
 
 # Tables rather than text (encodings), tests, and two programs with resources of their own.
@@ -42,16 +43,10 @@ def open_corpus(tokenizer: Tokenizer, path: Path | None, need: int, tell: Callab
     up to a module. tell: called with (tokens so far, need). ValueError for a file that is no UTF-8 text."""
     if path is None:
         return _standard_library(tokenizer, need, tell)
-    try:
-        raw = path.read_bytes()
-        text = raw.decode("utf-8")
-    except OSError as error:
-        raise ValueError(f"--corpus {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--corpus {path}: not UTF-8 (byte {error.start})") from None
+    text = read_text(path, label="--corpus ")
     ids = tokenizer.encode(text)
     tell(len(ids), len(ids))
-    return Corpus(f"{path.name} (sha256 {hashlib.sha256(raw).hexdigest()[:12]})", ids)
+    return Corpus(f"{path.name} (sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]})", ids)
 
 
 def standard_library_texts() -> Iterator[tuple[str, str]]:

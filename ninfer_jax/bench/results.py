@@ -15,6 +15,7 @@ from typing import Any
 from ninfer_jax.bench.device import Memory
 from ninfer_jax.bench.matrix import Cell
 from ninfer_jax.bench.measure import Sample
+from ninfer_jax.files import read_json
 
 FORMAT = 1
 
@@ -134,12 +135,7 @@ class Results:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file that `Results` wrote. ValueError, one line, for anything else."""
-    try:
-        given = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
+    given = read_json(path)
     if not isinstance(given, dict) or given.get("ninfer_jax_bench") != FORMAT:
         raise ValueError(f"{path}: not a file of `ninfer-jax bench --json` (its ninfer_jax_bench must be {FORMAT})")
     try:

@@ -12,6 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from ninfer_jax.cli import common
+from ninfer_jax.config import MAX_DRAFT, MAX_SLOTS
+from ninfer_jax.files import new_directory, new_file
+from ninfer_jax.model_path import model_path
+
 if TYPE_CHECKING:
     from ninfer_jax.bench.results import Row
 
@@ -20,57 +25,46 @@ _MANY = "several by commas"
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="A model directory, or `tiny` for the bundled model.")],
+    model: common.Model,
     prompt: Annotated[str, _Option(help=f"Prompt tokens that are timed; {_MANY}.")] = "512",
     gen: Annotated[str, _Option(help=f"Tokens to generate, the prefill's own first one included; {_MANY}.")] = "128",
     depth: Annotated[
         str, _Option(help=f"Tokens filled before the prompt, untimed, multiples of the prefill chunk; {_MANY}.")
     ] = "0",
-    kv: Annotated[str | None, _Option(help=f"KV formats f32, bf16, int8, rk8v4, rk4v4, rk4v4-e8; {_MANY}.")] = None,
-    draft: Annotated[str, _Option(help=f"K, tokens that the MTP head drafts a round, 0 to 5; {_MANY}.")] = "0",
-    slots: Annotated[str, _Option(help=f"Sequences side by side, 1 to 4; {_MANY}.")] = "1",
+    kv: Annotated[str | None, _Option(help=f"KV formats {common.KV_FORMATS}; {_MANY}.")] = None,
+    draft: Annotated[str, _Option(help=f"K, tokens that the MTP head drafts a round, 0 to {MAX_DRAFT}; {_MANY}.")] = "0",
+    slots: Annotated[str, _Option(help=f"Sequences side by side, 1 to {MAX_SLOTS}; {_MANY}.")] = "1",
     repeats: Annotated[int, _Option(help="Timed runs of a cell.")] = 5,
     warmup: Annotated[int, _Option(help="Untimed runs of a cell before.")] = 1,
     corpus: Annotated[
-        Path | None, _Option(help="UTF-8 text to cut prompts from; default: the sources of Python's standard library.")
+        Path | None, common.path_option("UTF-8 text to cut prompts from; default: the sources of Python's standard library.")
     ] = None,
     context: Annotated[
         str | None, _Option(help=f"Capacity of a slot; default: the largest need of an engine's cells; {_MANY}.")
     ] = None,
-    prefill_chunk: Annotated[
-        int | None, _Option(help="Tokens of one prefill call, a multiple of 64; default: 1024 on a card, 512 on a CPU.")
-    ] = None,
-    dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
-    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")] = False,
-    json_file: Annotated[Path | None, _Option("--json", help="Keep the results here, written after every cell.")] = None,
+    prefill_chunk: common.Chunk = None,
+    dtype: common.Dtype = "auto",
+    no_verify: common.NoVerify = False,
+    json_file: Annotated[Path | None, common.path_option("Keep the results here, written after every cell.", "--json")] = None,
     resume: Annotated[
         bool, _Option("--resume", help="Take from the --json file what it has with these settings and versions.")
     ] = False,
-    csv_file: Annotated[Path | None, _Option("--csv", help="Write the table here too.")] = None,
-    plot: Annotated[Path | None, _Option(help="Directory for PNGs: speed by depth, acceptance by K, memory by context.")] = None,
-    compare: Annotated[Path | None, _Option(help="An earlier --json file: print ratios to it, cell by cell.")] = None,
+    csv_file: Annotated[Path | None, common.path_option("Write the table here too.", "--csv")] = None,
+    plot: Annotated[
+        Path | None,
+        common.path_option("Directory for PNGs: speed by depth, acceptance by K, memory by context.", metavar="DIRECTORY"),
+    ] = None,
+    compare: Annotated[Path | None, common.path_option("An earlier --json file: print ratios to it, cell by cell.")] = None,
 ) -> None:
     """Measure prefill, decode, first token, drafts, memory and energy over every combination of the lists."""
-    console = Console(stderr=True, highlight=False, emoji=False)
-    try:
+    console = common.stderr_console()
+    with common.one_line_errors(console):
         given = {"prompt": prompt, "gen": gen, "depth": depth, "draft": draft, "slots": slots}
         lists = {name: _integers(name, text) for name, text in given.items()}
         lists["context"] = [None] if context is None else _integers("context", context)
-        _run(
-            console,
-            model,
-            lists,
-            kv,
-            dict(warmup=warmup, repeats=repeats, prefill_chunk=prefill_chunk, dtype=dtype),
-            corpus,
-            _Files(json_file, resume, csv_file, plot, compare),
-            not no_verify,
-        )
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        path, files = model_path(model), _Files(json_file, resume, csv_file, plot, compare)
+        shapes = {"warmup": warmup, "repeats": repeats, "prefill_chunk": prefill_chunk, "dtype": dtype}
+        _run(console, path, lists, kv, shapes, corpus, files, not no_verify)
 
 
 class _Files:
@@ -80,18 +74,18 @@ class _Files:
         self.json, self.resume, self.csv, self.plot, self.compare = json_file, resume, csv_file, plot, compare
         if resume and json_file is None:
             raise ValueError("--resume needs --json FILE, the file to go on with")
+        for option, path in (("--json", json_file), ("--csv", csv_file)):
+            if path is not None:
+                new_file(path, label=f"{option} ")
+        if plot is not None:
+            new_directory(plot, label="--plot ")
         if json_file and json_file.exists() and not resume:
             raise ValueError(f"--json {json_file} is there already; go on with it by --resume, or name another file")
-        for option, path in (("--json", json_file), ("--csv", csv_file), ("--plot", plot)):
-            if path and not path.resolve().parent.is_dir():
-                raise ValueError(f"{option} {path}: there is no directory {path.resolve().parent}")
-            if path and path.exists() and path.is_dir() != (option == "--plot"):
-                raise ValueError(f"{option} {path} is {'a directory' if path.is_dir() else 'a file'}")
 
 
 def _run(
     console: Console,
-    model: str,
+    path: Path,
     lists: dict[str, list],
     kv: str | None,
     shapes: dict,
@@ -105,7 +99,6 @@ def _run(
     from ninfer_jax.bench import corpus, device, matrix, report
     from ninfer_jax.bench.results import Results, read_rows
     from ninfer_jax.bench.run import Bench, Settings, tokens_needed
-    from ninfer_jax.checkpoints import tiny_path
     from ninfer_jax.config import EngineConfig, ModelConfig
     from ninfer_jax.engine import Engine, allocator
     from ninfer_jax.programs.plan import page_bytes
@@ -113,7 +106,6 @@ def _run(
     from ninfer_jax.text import Tokenizer
 
     engine = EngineConfig(prefill_chunk=shapes["prefill_chunk"], dtype=shapes["dtype"])
-    path = tiny_path() if model == "tiny" and not Path(model).exists() else Path(model)
     geometry, tokenizer = ModelConfig.from_hf(path), Tokenizer.from_dir(path)
     allocator.reserve(None)  # before the next line starts JAX: engines of several sizes follow one another
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
@@ -167,7 +159,7 @@ def _write(console: Console, rows: list[Row], files: _Files) -> None:
     if files.csv:
         files.csv.write_text(report.to_csv(rows), "utf-8")
     if files.plot:
-        files.plot.mkdir(exist_ok=True)
+        files.plot.mkdir(parents=True, exist_ok=True)
         made, left_out = plots.write(rows, files.plot)
         for line in (*map(str, made), *left_out):
             console.print(line, markup=False, soft_wrap=True)

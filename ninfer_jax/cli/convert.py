@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from ninfer_jax.cli import common
+from ninfer_jax.config import Recipe
+from ninfer_jax.config import recipe as recipe_called
+from ninfer_jax.files import new_directory, read_text
+from ninfer_jax.model_path import TINY, source_path
+
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A checkpoint directory (plain or quantised), a .gguf file, or `tiny`.")
+        str, typer.Argument(metavar="SRC", help=f"A checkpoint directory (plain or quantised), a GGUF file, or `{TINY}`.")
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="The artifact's directory: empty, not there, or interrupted.")],
-    recipe: Annotated[str, typer.Option(help="Formats of the weights: q4, q4-quality or w8.")] = "q4",
+    destination: Annotated[str, typer.Argument(metavar="DST", help="The artifact's directory: empty, not there, or interrupted.")],
+    recipe: Annotated[str, typer.Option(help=f"Formats of the weights: {common.RECIPE_NAMES}.")] = "q4",
     draft_head: Annotated[int, typer.Option(help="Rows of a reduced head for drafts, picked by --draft-text; 0: none.")] = 0,
     draft_text: Annotated[
-        Path | None, typer.Option(help="A text like those to be written, UTF-8: its tokens are kept first.")
+        Path | None, common.path_option("A text like those to be written, UTF-8: its tokens are kept first.")
     ] = None,
+    no_tokenizer: common.NoTokenizer = False,
 ) -> None:
     """Quantise a checkpoint, or keep its own 4-bit codes, for `generate` to run."""
-    console = Console(stderr=True, highlight=False, emoji=False)
-    try:
+    console = common.stderr_console()
+    with common.one_line_errors(console, interrupted="interrupted; the same command goes on from here"):
         if bool(draft_head) != (draft_text is not None):
             raise ValueError("--draft-head N and --draft-text FILE go together: the rows are picked by the text's tokens")
-        text = draft_text.read_text("utf-8") if draft_text else ""
-        _run(console, source, destination, recipe, dict(draft_head=draft_head, draft_text=text))
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        console.print("interrupted; the same command goes on from here", style="dim", soft_wrap=True)
-        raise typer.Exit(130) from None
+        found, place = source_path(source), new_directory(destination, "DST", "DST ")
+        chosen = recipe_called(recipe)
+        options = {"draft_head": draft_head, "draft_text": read_text(draft_text, label="--draft-text ") if draft_text else ""}
+        _run(console, found, place, chosen, options | {"tokenizer": None if no_tokenizer else "auto"})
 
 
-def _run(console: Console, source: Path, destination: Path, recipe: str, drafts: dict[str, int | str]) -> None:
+def _run(console: Console, source: Path, destination: Path, recipe: Recipe, options: dict[str, Any]) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a card's memory is for the engine, and its rounding is not the CPU's
-    from ninfer_jax.checkpoints import tiny_path
     from ninfer_jax.engine.convert import convert as run
 
-    if source == Path("tiny") and not source.exists():
-        source = tiny_path()
     # Where a write fails, Orbax's other writers complain that nobody waits for them any more; the error itself is raised.
     sys.unraisablehook = lambda unraisable: None
 
@@ -58,10 +58,12 @@ def _run(console: Console, source: Path, destination: Path, recipe: str, drafts:
                 tasks[stage] = bar.add_task(f"{stage:8s}", total=total)
             bar.update(tasks[stage], completed=done)
 
-        artifact = run(source, destination, recipe, **drafts, progress=show)
-    for note in artifact.manifest["notes"]:
-        console.print(f"note: {note}", style="dim", markup=False, soft_wrap=True)
+        artifact = run(source, destination, recipe, **options, progress=show)
+    common.tell_notes(console, artifact.manifest["notes"])
     about = artifact.manifest["source"]["format"]
     console.print(
-        f"{destination}: {artifact.nbytes / 1e9:.2f} GB, recipe {recipe}, from {about}", style="dim", markup=False, soft_wrap=True
+        f"{destination}: {artifact.nbytes / 1e9:.2f} GB, recipe {recipe.name}, from {about}",
+        style="dim",
+        markup=False,
+        soft_wrap=True,
     )

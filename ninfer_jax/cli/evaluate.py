@@ -17,6 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ninfer_jax.cli import common
+from ninfer_jax.files import new_directory, new_file, read_text
+from ninfer_jax.model_path import model_path
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -45,10 +49,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A model directory, or `tiny` for the bundled model.")],
+    model: common.Model,
     measure: Annotated[Measure, typer.Argument(help=_MEASURES)],
-    text: Annotated[Path, _Option(help="A UTF-8 text file to measure on.")],
-    kv: Annotated[str | None, _Option(help="KV formats by commas; default: bf16 on a GPU, f32 on a CPU.")] = None,
+    text: Annotated[Path, common.path_option("A UTF-8 text file to measure on.")],
+    kv: Annotated[
+        str | None, _Option(help=f"KV formats by commas: {common.KV_FORMATS}; default: bf16 on a GPU, f32 on a CPU.")
+    ] = None,
     tokens: Annotated[int | None, _Option(min=1, help="ppl, drift: of the text (ppl: all). kld: decode steps a depth.")] = None,
     window: Annotated[int | None, _Option(min=1, help="ppl: tokens of a window.")] = None,
     stride: Annotated[int | None, _Option(min=1, help="ppl: new tokens a window.")] = None,
@@ -66,16 +72,14 @@ def evaluate(
     prompts: Annotated[int | None, _Option(min=1, help="acceptance: continuations.")] = None,
     prompt_tokens: Annotated[int | None, _Option(min=1, help="acceptance: tokens before each.")] = None,
     max_new: Annotated[int | None, _Option(min=1, help="acceptance: tokens of each.")] = None,
-    prefill_chunk: Annotated[
-        int | None, _Option(help="Tokens of one prefill call, a multiple of 64; default: 1024 on a card, 512 on a CPU.")
-    ] = None,
-    dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
-    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")] = False,
-    as_json: Annotated[Path | None, _Option("--json", help="Write all figures to this file.")] = None,
-    plot: Annotated[Path | None, _Option(help="Write a picture into this directory.")] = None,
+    prefill_chunk: common.Chunk = None,
+    dtype: common.Dtype = "auto",
+    no_verify: common.NoVerify = False,
+    as_json: Annotated[Path | None, common.path_option("Write all figures to this file.", "--json")] = None,
+    plot: Annotated[Path | None, common.path_option("Write a picture into this directory.", metavar="DIRECTORY")] = None,
 ) -> None:
     """Measure a model on a text: loss, divergence by KV format, needles, drift of its state, accepted drafts."""
-    console = Console(stderr=True, highlight=False, emoji=False)
+    console = common.stderr_console()
     given = dict(
         tokens=tokens,
         window=window,
@@ -93,27 +97,30 @@ def evaluate(
         prompt_tokens=prompt_tokens,
         max_new=max_new,
     )
-    try:
+    with common.one_line_errors(console):
         options = _options(measure.value, given)
         formats = [name.strip() for name in kv.split(",")] if kv else [None]
-        job = Job(console, model, _read(text), formats, prefill_chunk, dtype, not no_verify)
+        path = model_path(model)
+        if against:
+            model_path(against)  # a mistake should not wait for an engine
+        if as_json is not None:
+            new_file(as_json, label="--json ")
+        if plot is not None:
+            new_directory(plot, label="--plot ")
+        content = read_text(text, label="--text ")
+        job = Job(console, path, content, formats, prefill_chunk, dtype, not no_verify)
         rows = MEASURES[measure.value](job, options, plot)
         about = {
             "measure": measure.value,
             "model": model,
             "device": job.device,
             "text": str(text),
-            "text_sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
+            "text_sha256": hashlib.sha256(content.encode()).hexdigest(),
             "options": options,
             "results": rows,
         }
         if as_json:
             as_json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
     _show(Console(highlight=False), f"{model}, {measure.value} on {text.name} ({job.device})", rows, SHOWN[measure.value])
 
 
@@ -146,20 +153,11 @@ def _numbers(name: str, text: str, kind: type) -> list:
     return numbers
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 (byte {error.start})") from None
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror or error}") from None
-
-
 class Job:
     """What all measures share: engines one at a time, so that one card is enough, and the text in tokens."""
 
     def __init__(
-        self, console: Console, model: str, text: str, formats: list[str | None], chunk: int | None, dtype: str, verify: bool
+        self, console: Console, path: Path, text: str, formats: list[str | None], chunk: int | None, dtype: str, verify: bool
     ):
         from ninfer_jax.engine import allocator
         from pallas_kernels.kv_codecs import check_format
@@ -170,15 +168,9 @@ class Job:
             if kv is not None:  # before the first engine loads, not when its turn comes
                 check_format(kv)
         self.console, self.text, self.formats = console, text, formats
-        self.path = self.model_path(model)
+        self.path = path
         self._shapes = {"prefill_chunk": chunk, "dtype": dtype}
         self._verify, self.device = verify, ""
-
-    @staticmethod
-    def model_path(name: str) -> Path:
-        from ninfer_jax.checkpoints import tiny_path
-
-        return tiny_path() if name == "tiny" and not Path(name).exists() else Path(name)
 
     def load(self, kv: str | None, context: int, draft: int = 0, path: Path | None = None) -> Engine:
         """path: of another model than the one that is measured."""
@@ -239,7 +231,7 @@ def _kld(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
         with job.progress(f"decode steps, kv {kv}{f' of {path}' if path else ''}") as tell:
             return ids, divergence.decode_logprobs(engine, ids, depths, tokens, tell)
 
-    ids, expected = distributions(options["reference"], job.model_path(against) if against else None)
+    ids, expected = distributions(options["reference"], model_path(against) if against else None)
     results = []
     for kv in others:
         own_ids, found = distributions(kv)

@@ -13,6 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TaskProgressColumn, TextColumn
 
+from ninfer_jax.cli import common
+from ninfer_jax.files import chunks_of, decoded, directory, lone_surrogate, read_json
+from ninfer_jax.model_path import model_path
+
 if TYPE_CHECKING:
     from ninfer_jax.engine import Completion, Engine
 
@@ -20,10 +24,11 @@ _Option = typer.Option
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A Hugging Face checkpoint directory, or `tiny` for the bundled model.")],
+    model: common.Model,
     source: Annotated[str | None, typer.Argument(metavar="[-]", help="`-` reads the prompt from stdin.")] = None,
     prompt: Annotated[str | None, _Option(help="Raw text to continue.")] = None,
-    messages: Annotated[Path | None, _Option(help="A JSON file: a list of chat messages.")] = None,
+    messages: Annotated[Path | None, common.path_option("A JSON file: a list of chat messages.")] = None,
+    tokens: Annotated[str | None, _Option(help="Token ids to continue, by commas.")] = None,
     max_new: Annotated[int, _Option(help="Tokens to generate at most.")] = 512,
     greedy: Annotated[bool, _Option("--greedy", help="Take the most likely token each time.")] = False,
     temperature: Annotated[float | None, _Option(help="Default: the checkpoint's own.")] = None,
@@ -31,57 +36,64 @@ def generate(
     top_p: Annotated[float | None, _Option(help="Default: the checkpoint's own.")] = None,
     min_p: Annotated[float | None, _Option(help="Default: the checkpoint's own.")] = None,
     no_thinking: Annotated[bool, _Option("--no-thinking", help="With --messages: answer without reasoning.")] = False,
-    context: Annotated[int | None, _Option(help="Capacity in tokens; default: the model's own, up to 262144.")] = None,
-    kv: Annotated[str | None, _Option(help="KV format: f32, bf16, int8, rk8v4, rk4v4, rk4v4-e8.")] = None,
-    draft: Annotated[int, _Option(help="Tokens the MTP head drafts a round, 0 to 5.")] = 0,
-    slots: Annotated[int, _Option(help="Sequences side by side, 1 to 4.")] = 1,
-    dtype: Annotated[str, _Option(help="auto, float32 or bfloat16.")] = "auto",
-    pool: Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")] = None,
-    prefill_chunk: Annotated[
-        int | None, _Option(help="Tokens of one prefill call, a multiple of 64; default: 1024 on a card, 512 on a CPU.")
-    ] = None,
+    context: common.Context = None,
+    kv: common.Kv = None,
+    draft: common.Draft = 0,
+    slots: common.Slots = 1,
+    dtype: common.Dtype = "auto",
+    pool: common.Pool = None,
+    prefill_chunk: common.Chunk = None,
     programs: Annotated[
-        Path | None, _Option(help="Executables from `ninfer-jax compile`; only from a directory you trust.")
+        Path | None,
+        common.path_option("Executables from `ninfer-jax compile`; only from a directory you trust.", metavar="DIRECTORY"),
     ] = None,
-    no_verify: Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")] = False,
+    no_verify: common.NoVerify = False,
+    no_tokenizer: common.NoTokenizer = False,
     seed: Annotated[int | None, _Option(help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, _Option(help="A string that ends the answer; may be given several times.")] = None,
     as_json: Annotated[bool, _Option("--json", help="Print one JSON object instead of streaming.")] = False,
 ) -> None:
     """Complete a prompt, or answer messages."""
-    console = Console(stderr=True, highlight=False, emoji=False)
-    try:
-        _run(
-            console,
-            model,
-            _input(source, prompt, messages),
-            as_json,
-            no_thinking,
-            dict(
-                max_new_tokens=max_new,
-                temperature=0.0 if greedy else temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                seed=seed,
-                stop=tuple(stop or ()),
-            ),
-            dict(context=context, kv=kv, draft=draft, slots=slots, dtype=dtype, pool=pool, prefill_chunk=prefill_chunk),
-            dict(programs=programs, verify=not no_verify),
-        )
-    except ValueError as error:
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    console = common.stderr_console()
+    with common.one_line_errors(console):
+        path = model_path(model)
+        if programs is not None:
+            directory(programs, label="--programs ")
+        given = _input(source, prompt, messages, tokens)
+        if no_tokenizer and tokens is None:
+            raise ValueError("--no-tokenizer goes with --tokens: without a tokenizer there is no text")
+        if no_thinking and messages is None:
+            raise ValueError("--no-thinking goes with --messages: raw text has no chat template")
+        sampling = {
+            "max_new_tokens": max_new,
+            "temperature": 0.0 if greedy else temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+            "stop": tuple(stop) if stop else None,
+        }
+        shapes = {
+            "context": context,
+            "kv": kv,
+            "draft": draft,
+            "slots": slots,
+            "dtype": dtype,
+            "pool": pool,
+            "prefill_chunk": prefill_chunk,
+            "tokenizer": None if no_tokenizer else "auto",
+        }
+        options = {"enable_thinking": False} if no_thinking else {}
+        given_sampling = {name: value for name, value in sampling.items() if value is not None}
+        _run(console, path, given, as_json, options, given_sampling, shapes, {"programs": programs, "verify": not no_verify})
 
 
 def _run(
     console: Console,
-    model: str,
+    path: Path,
     given: str | list,
     as_json: bool,
-    no_thinking: bool,
+    options: dict[str, Any],
     sampling: dict[str, Any],
     shapes: dict[str, Any],
     loading: dict[str, Any],
@@ -91,14 +103,9 @@ def _run(
     from ninfer_jax.decoding import SamplingParams
 
     config = EngineConfig(**shapes)
-    given_sampling = {k: v for k, v in sampling.items() if v is not None}
-    SamplingParams(**given_sampling)  # a mistake should not wait for the weights
-    if no_thinking and isinstance(given, str):
-        raise ValueError("--no-thinking goes with --messages: raw text has no chat template")
-    path = _model_path(model)
+    SamplingParams(**sampling)  # a mistake should not wait for the weights
     engine = _load(console, path, config, loading)
-    params = engine.default_params(**given_sampling)
-    options = {"enable_thinking": False} if no_thinking else {}
+    params = engine.default_params(**sampling)
     completion = _answer(console, engine, given, params, options, _header(path.name, engine), quiet=as_json)
     if as_json:
         print(json.dumps(_as_json(engine, completion), ensure_ascii=False))
@@ -106,42 +113,31 @@ def _run(
         _statistics(console, engine, completion)
 
 
-def _input(source: str | None, prompt: str | None, messages: Path | None) -> str | list:
-    """The prompt text or the messages, from exactly one of the three places."""
+def _input(source: str | None, prompt: str | None, messages: Path | None, tokens: str | None) -> str | list:
+    """The prompt's text, its messages or its token ids, from exactly one of the four places."""
     if source not in (None, "-"):
         raise ValueError(f"unexpected argument {source!r}; give the prompt with --prompt, or - to read stdin")
-    if sum(x is not None for x in (source, prompt, messages)) != 1:
-        raise ValueError("give exactly one of --prompt TEXT, --messages FILE.json and -")
+    if sum(x is not None for x in (source, prompt, messages, tokens)) != 1:
+        raise ValueError("give exactly one of --prompt TEXT, --messages FILE.json, --tokens IDS and -")
     if prompt is not None:
+        if found := lone_surrogate(prompt):  # what Python makes of bytes that are not UTF-8
+            raise ValueError(f"--prompt: {found}")
         return prompt
+    if tokens is not None:
+        return _ids(tokens)
     if messages is None:
-        return _decode(sys.stdin.buffer.read(), "stdin")
-    try:
-        text = _decode(messages.read_bytes(), str(messages))
-        parsed = json.loads(text)
-    except OSError as error:
-        raise ValueError(f"{messages}: {error.strerror or error}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{messages}: not JSON (line {error.lineno}: {error.msg})") from None
-    except RecursionError:
-        raise ValueError(f"{messages}: nested too deeply") from None
+        return decoded(chunks_of(sys.stdin.buffer), "stdin")
+    parsed = read_json(messages)
     if not isinstance(parsed, list) or not parsed or not all(isinstance(m, dict) for m in parsed):
         raise ValueError(f"{messages}: must hold a list of messages, each an object with role and content")
     return parsed
 
 
-def _decode(raw: bytes, name: str) -> str:
+def _ids(text: str) -> list[int]:
     try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: not UTF-8 (byte {error.start})") from None
-
-
-def _model_path(model: str) -> Path:
-    from ninfer_jax.checkpoints import tiny_path
-
-    path = Path(model)
-    return tiny_path() if model == "tiny" and not path.exists() else path
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError("--tokens: give token ids by commas, for instance 1,2,3") from None
 
 
 def _load(console: Console, path: Path, config: Any, loading: dict[str, Any]) -> Engine:
@@ -173,10 +169,11 @@ def _answer(
     task = bar.add_task("prefill", total=None)
     stream = engine.stream(given, params, on_prefill=lambda done, total: bar.update(task, completed=done, total=total), **options)
     # Only now: a request that is refused gets its one line and nothing else.
+    common.tell_notes(console, engine.notes)
     console.print(header, style="dim", soft_wrap=True, markup=False)
     with bar:
         first = next(stream)
-    completion, reasoning = None, False
+    completion, reasoning, separator = None, False, ""
     for piece in chain([first], stream):
         if piece.reasoning:
             console.print(piece.reasoning, end="", style="dim italic", markup=False, soft_wrap=True)
@@ -184,8 +181,11 @@ def _answer(
         if reasoning and (piece.text or piece.completion):
             console.print()
             reasoning = False
-        if piece.text and not quiet:
-            sys.stdout.write(piece.text)
+        text = piece.text
+        if piece.tokens and not engine.tokenizer.has_text:
+            text, separator = separator + ",".join(map(str, piece.tokens)), ","
+        if text and not quiet:
+            sys.stdout.write(text)
             sys.stdout.flush()
         completion = piece.completion
     if not quiet:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from ninfer_jax import __version__
 from ninfer_jax.cli.bench import bench
 from ninfer_jax.cli.convert import convert
 from ninfer_jax.cli.evaluate import evaluate
@@ -18,6 +21,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ninfer-jax {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run the hybrid Qwen3.5-family models on one card with fixed shapes."""
 
 
 app.command()(generate)

@@ -7,6 +7,9 @@ from typing import Any
 
 from typer.core import TyperGroup
 
+from ninfer_jax.cli.common import INTERRUPTED
+from ninfer_jax.files import printable
+
 
 class OneLineErrors(TyperGroup):
     """Commands whose parse errors are `error: ...; see ... --help` instead of usage and a box of several lines."""
@@ -16,7 +19,11 @@ class OneLineErrors(TyperGroup):
             return super().main(*args, standalone_mode=False, **extra)
         try:
             code = super().main(*args, standalone_mode=False, **extra)
+        except KeyboardInterrupt:  # before a command could deal with it; older versions of Typer let it through
+            sys.exit(INTERRUPTED)
         except Exception as error:
+            if type(error).__name__ == "Abort":
+                sys.exit(INTERRUPTED)
             # Typer's own copy of click raises them in some versions, click in others: told by what they can do.
             if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
                 raise
@@ -24,7 +31,7 @@ class OneLineErrors(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":
                 print(error.format_message(), file=sys.stderr)
             else:
-                message = " ".join(error.format_message().split()).rstrip(".")
+                message = printable(" ".join(error.format_message().split()).rstrip("."))
                 print(f"error: {message}; see `{context.command_path if context else 'ninfer-jax'} --help`", file=sys.stderr)
             sys.exit(error.exit_code)
         sys.exit(code if isinstance(code, int) else 0)

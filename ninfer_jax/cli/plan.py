@@ -12,6 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ninfer_jax.cli import common
+from ninfer_jax.files import new_directory, new_file
+from ninfer_jax.model_path import TINY
+
 if TYPE_CHECKING:
     from ninfer_jax.programs.card import Compilation
     from ninfer_jax.programs.plan import Plan
@@ -20,50 +24,37 @@ if TYPE_CHECKING:
 _Option = typer.Option
 OVER_BUDGET = 3
 
-Model = Annotated[str, typer.Argument(metavar="MODEL|PRESET", help="A model directory, or qwen3_6_27b, qwen3_8_27b.")]
-Recipe = Annotated[str | None, _Option(help="Formats of the weights: q4, q4-quality, w8; default: as the model has them.")]
-Context = Annotated[int | None, _Option(help="Capacity of a slot in tokens; default: the model's own, up to 262144.")]
-Kv = Annotated[str | None, _Option(help="KV format: f32, bf16, int8, rk8v4, rk4v4, rk4v4-e8.")]
-Draft = Annotated[int, _Option(help="Tokens the MTP head drafts a round, 0 to 5.")]
-Slots = Annotated[int, _Option(help="Sequences side by side, 1 to 4.")]
-Pool = Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")]
-Chunk = Annotated[int | None, _Option("--prefill-chunk", help="Tokens of one prefill call; default: 1024 on a card, 512 on a CPU.")]
-Dtype = Annotated[str, _Option(help="auto, float32 or bfloat16.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL|PRESET", help=f"A model directory, `{TINY}`, or {common.PRESET_NAMES}.")]
+Recipe = Annotated[str | None, _Option(help=f"Formats of the weights: {common.RECIPE_NAMES}; default: as the model has them.")]
 
 
 def plan(
     model: Model,
     recipe: Recipe = None,
     target: Annotated[str, _Option(help="The card, or cpu.")] = "rtx4090",
-    context: Context = None,
-    kv: Kv = None,
-    draft: Draft = 0,
-    slots: Slots = 1,
-    pool: Pool = None,
-    prefill_chunk: Chunk = None,
-    dtype: Dtype = "auto",
+    context: common.Context = None,
+    kv: common.Kv = None,
+    draft: common.Draft = 0,
+    slots: common.Slots = 1,
+    pool: common.Pool = None,
+    prefill_chunk: common.Chunk = None,
+    dtype: common.Dtype = "auto",
+    no_tokenizer: common.NoTokenizer = False,
     as_json: Annotated[bool, _Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compile for a card that need not be here and say where every byte goes. Exit 3 if it does not fit, without compiling
     if weights, pages and states alone do not."""
-    from ninfer_jax.programs.plan import make_plan
+    console = common.stderr_console()
+    shapes = _shapes(context, kv, draft, slots, pool, prefill_chunk, dtype, no_tokenizer)
+    with common.one_line_errors(console, also=(RuntimeError,)):
+        from ninfer_jax.programs.plan import make_plan
 
-    console = Console(stderr=True, highlight=False)
-    try:
-        setup = _setup(
-            model,
-            recipe,
-            target,
-            dict(context=context, kv=kv, draft=draft, slots=slots, pool=pool, prefill_chunk=prefill_chunk, dtype=dtype),
-        )
+        setup = _setup(model, recipe, target, shapes)
         made = make_plan(setup, target, _card_bytes(target))
         if not _hopeless(made):
             _start_compiler(target)
             with tempfile.TemporaryDirectory() as folder:
                 made = make_plan(setup, target, made.card, _compile(console, setup, target, Path(folder)))
-    except (ValueError, RuntimeError, OSError) as error:
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
     if as_json:
         print(json.dumps(made.json()))
     else:
@@ -75,32 +66,35 @@ def plan(
 
 def compile_programs(
     model: Model,
-    out: Annotated[Path, _Option(help="Directory for the executables.")],
+    out: Annotated[Path, common.path_option("Directory for the executables.", metavar="DIRECTORY")],
     target: Annotated[str, _Option(help="Cards by commas, or cpu: rtx4090,h200.")] = "rtx4090",
     recipe: Recipe = None,
-    context: Context = None,
-    kv: Kv = None,
-    draft: Draft = 0,
-    slots: Slots = 1,
-    pool: Pool = None,
-    prefill_chunk: Chunk = None,
-    dtype: Dtype = "auto",
-    report: Annotated[Path | None, _Option(help="Write the compiled facts as JSON.")] = None,
+    context: common.Context = None,
+    kv: common.Kv = None,
+    draft: common.Draft = 0,
+    slots: common.Slots = 1,
+    pool: common.Pool = None,
+    prefill_chunk: common.Chunk = None,
+    dtype: common.Dtype = "auto",
+    no_tokenizer: common.NoTokenizer = False,
+    report: Annotated[Path | None, common.path_option("Write the compiled facts as JSON.")] = None,
 ) -> None:
     """Compile all programs of a configuration and write them for `generate --programs`."""
-    from ninfer_jax.programs.executables import check_place, writing
-    from ninfer_jax.programs.plan import make_plan
-
-    console = Console(stderr=True, highlight=False)
-    shapes = dict(context=context, kv=kv, draft=draft, slots=slots, pool=pool, prefill_chunk=prefill_chunk, dtype=dtype)
+    console = common.stderr_console()
+    shapes = _shapes(context, kv, draft, slots, pool, prefill_chunk, dtype, no_tokenizer)
     facts = {}
-    try:
+    with common.one_line_errors(console, also=(RuntimeError,)):
+        from ninfer_jax.programs.executables import check_place, writing
+        from ninfer_jax.programs.plan import make_plan
+
         # Mistakes should not wait for minutes of compiling.
         names = [name.strip() for name in target.split(",") if name.strip()]
         if not names:
             raise ValueError(f"--target is {target!r}: name a card or cpu")
         setups = {name: _setup(model, recipe, name, shapes) for name in names}
-        _check_report(report)
+        new_directory(out, label="--out ")
+        if report is not None:
+            new_file(report, label="--report ")
         for name in names:
             _start_compiler(name)
         for name, setup in setups.items():
@@ -116,9 +110,21 @@ def compile_programs(
         if report:
             with writing(report):
                 report.write_text(json.dumps(facts, indent=1) + "\n")
-    except (ValueError, RuntimeError, OSError) as error:
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+
+
+def _shapes(
+    context: int | None,
+    kv: str | None,
+    draft: int,
+    slots: int,
+    pool: int | None,
+    prefill_chunk: int | None,
+    dtype: str,
+    no_tokenizer: bool,
+) -> dict[str, Any]:
+    """The arguments of `EngineConfig`."""
+    sizes = {"context": context, "draft": draft, "slots": slots, "pool": pool, "prefill_chunk": prefill_chunk}
+    return sizes | {"kv": kv, "dtype": dtype, "tokenizer": None if no_tokenizer else "auto"}
 
 
 def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) -> Setup:
@@ -134,7 +140,7 @@ def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) 
         targets.get(target)
     elif recipe:
         raise ValueError(f"--recipe {recipe}: on a CPU weights are expanded to --dtype, whatever they are stored as; leave it out")
-    geometry, named = model_of(model)
+    geometry, named = model_of(model, engine.tokenizer)
     chosen = config.recipe(recipe) if recipe else None
     if is_artifact(model) and target != "cpu":
         if recipe:
@@ -146,15 +152,6 @@ def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) 
 def _hopeless(made: Plan) -> bool:
     """Nothing that a compiler says could make it fit."""
     return made.resident + made.allowance > made.card
-
-
-def _check_report(report: Path | None) -> None:
-    if report is None:
-        return
-    if not report.resolve().parent.is_dir():
-        raise ValueError(f"--report {report}: there is no directory {report.resolve().parent}")
-    if report.is_dir():
-        raise ValueError(f"--report {report} is a directory, it must be a file")
 
 
 def _start_compiler(target: str) -> None:

@@ -26,6 +26,8 @@ class EngineConfig:
     pool: tokens that all slots share in the page pool; None gives every slot its full context.
     dtype: type of weights and activations; "auto" is bfloat16 on a GPU and float32 on a CPU. Recurrent states,
         softmax and logits are float32 always.
+    tokenizer: "auto" is the checkpoint's own; None does without: prompts are token ids, answers have ids and no text, and every
+        row of the output head may be drawn.
     """
 
     context: int | None = None
@@ -35,6 +37,7 @@ class EngineConfig:
     prefill_chunk: int | None = None
     pool: int | None = None
     dtype: str = "auto"
+    tokenizer: str | None = "auto"
 
     def __post_init__(self) -> None:
         _between("slots", self.slots, 1, MAX_SLOTS)
@@ -50,7 +53,11 @@ class EngineConfig:
         if self.kv is not None:
             check_format(self.kv)
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}, known are {', '.join(DTYPES)}")
+            raise ValueError(f"dtype is {shown(self.dtype)}, known are {', '.join(DTYPES)}")
+        if self.tokenizer not in (None, "auto"):
+            raise ValueError(
+                f"tokenizer is {shown(self.tokenizer)}, it must be 'auto' (the checkpoint's own) or None (token ids alone)"
+            )
 
 
 def _between(field: str, value: object, low: int, high: int) -> None:

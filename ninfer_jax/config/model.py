@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ninfer_jax.files import kind_of, missing, read_json
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -287,15 +288,10 @@ def _refuse_rope(rope: Mapping[str, Any]) -> None:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; a model directory holds config.json") from None
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not readable as JSON ({error})") from None
+    path = path / "config.json" if kind_of(path) == "a directory" else path
+    if kind_of(path) is None:
+        raise ValueError(f"{missing(path)}; a model directory holds config.json")
+    raw = read_json(path)
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path}: holds {type(raw).__name__}, not an object")
     return raw

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,7 +13,9 @@ from ninfer_jax.checkpoints.sources import Source, open_source
 from ninfer_jax.config import ModelConfig, Recipe
 from ninfer_jax.config import recipe as recipe_called
 from ninfer_jax.engine.draft_head import DRAFT_IDS, pick_ids, with_draft_head
+from ninfer_jax.files import new_directory, parse_json
 from ninfer_jax.model import TextModel, parameters_of
+from ninfer_jax.model_path import source_path
 from ninfer_jax.text import Tokenizer
 
 
@@ -25,30 +26,34 @@ def convert(
     *,
     draft_head: int = 0,
     draft_text: str = "",
+    tokenizer: str | None = "auto",
     progress: Progress | None = None,
 ) -> Artifact:
     """Quantise the checkpoint `source` by a recipe into the artifact directory `destination`; an interrupted conversion
     goes on where it was. draft_head: rows of the reduced head that drafts choose from on a GPU (0: none), picked by how often
-    `draft_text` uses their tokens. progress: called with (stage, bytes done, bytes in all).
+    `draft_text` uses their tokens. tokenizer: "auto" for that of the source, None where it has none and token ids alone are to
+    go in and out. progress: called with (stage, bytes done, bytes in all).
 
     ValueError, one line: a source or a recipe that does not fit, and what `ninfer_jax.checkpoints.convert.write_artifact` refuses.
     """
     wanted = recipe_called(recipe) if isinstance(recipe, str) else recipe
+    source, destination = source_path(source), new_directory(destination, "destination")
     found, ids = open_source(source), None
     if draft_head:
         ids = pick_ids(_tokenizer(found), draft_text, draft_head)
         found, wanted = with_draft_head(found, ids), dataclasses.replace(wanted, draft_head=draft_head)
-    planned = plan(found, wanted)
+    planned = plan(found, wanted, tokenizer)
     if ids is not None:
         planned = dataclasses.replace(planned, constants={DRAFT_IDS: ids})
     return write_artifact(found, planned, destination, recipe=wanted.as_json(), progress=progress)
 
 
-def plan(source: Source, recipe: Recipe) -> Plan:
+def plan(source: Source, recipe: Recipe, tokenizer: str | None = "auto") -> Plan:
     """Which parameters there are, in which formats: the recipe's, with the group of the source where its 4-bit codes can be
     kept. Checks the source's config, tokenizer and tensors on the way."""
     config = ModelConfig.from_hf(source.config)
-    _check_tokenizer(source, config)
+    if tokenizer is not None:
+        _check_tokenizer(source, config)
     mtp = config.mtp_layers > 0 and source.has_mtp
     specs = parameters_of(TextModel(config, jnp.bfloat16, mtp=mtp, recipe=recipe))
     check_tensors(source, specs, ignore=() if config.mtp_layers else ("mtp.",))
@@ -70,9 +75,13 @@ def _check_tokenizer(source: Source, config: ModelConfig) -> None:
 
 def _tokenizer(source: Source) -> Tokenizer:
     if "tokenizer.json" not in source.companions:
-        raise ValueError(f"{source.path}: no tokenizer.json beside the weights; a checkpoint needs this file")
-    try:
-        specification = json.loads(source.companions["tokenizer.json"])
-    except ValueError as error:
-        raise ValueError(f"{source.path}: tokenizer.json is not JSON ({error})") from None
-    return Tokenizer(specification)
+        raise ValueError(
+            f"{source.path}: no tokenizer.json beside the weights; a checkpoint needs this file, but for token ids alone "
+            "(tokenizer=None, --no-tokenizer)"
+        )
+    folder = source.path if source.path.is_dir() else source.path.parent
+    names = [name for name in ("tokenizer.json", "tokenizer_config.json") if name in source.companions]
+    files = [parse_json(source.companions[name], str(folder / name)) for name in names]
+    if not all(isinstance(content, dict) for content in files):
+        raise ValueError(f"{folder}: {' and '.join(names)} must be JSON objects")
+    return Tokenizer(files[0], str(folder / "tokenizer.json"), *files[1:], model_type=source.config.get("model_type"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import weakref
 from collections import deque
@@ -24,10 +23,12 @@ from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.weights_in import open_weights
+from ninfer_jax.files import directory
+from ninfer_jax.model_path import model_path
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import StoredPrograms
 from ninfer_jax.programs.setup import Setup, resolve
-from ninfer_jax.text import ChatTemplate, GenerationDefaults, Tokenizer, render_prompt
+from ninfer_jax.text import ChatTemplate, GenerationDefaults, Tokenizer, open_text, render_prompt
 from pallas_kernels.kv_codecs import bytes_per_vector
 
 Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]]
@@ -65,8 +66,8 @@ class Engine:
         verify: bool = True,
         progress: LoadProgress | None = None,
     ) -> Engine:
-        """Read a Hugging Face checkpoint directory or an artifact (`ninfer-jax convert`), compile the programs and allocate
-        the state. On a CPU an artifact's weights are expanded to the numbers they stand for.
+        """Read a Hugging Face checkpoint directory, an artifact (`ninfer-jax convert`) or "tiny", the bundled model, compile the
+        programs and allocate the state. On a CPU an artifact's weights are expanded to the numbers they stand for.
 
         programs: a directory that `ninfer-jax compile` wrote for this very configuration and device: its executables are
         loaded (they are pickles: name only a directory you trust) and nothing is traced or compiled. verify: compare the SHA-256
@@ -77,32 +78,23 @@ class Engine:
         started_at = compilations()
         config = config or EngineConfig()
         tell = progress or (lambda stage, done, total: None)
-        path = Path(path)
+        path = model_path(path)
+        programs = None if programs is None else directory(programs, "programs", "programs: ")
         model_config = ModelConfig.from_hf(path)
         weights = open_weights(path, verify)
         if config.draft and not (model_config.mtp_layers and weights.has_mtp):
             raise ValueError(f"draft is {config.draft}, but {path} has no MTP head (mtp.* tensors) to draft with; use draft 0")
-        tokenizer = Tokenizer.from_dir(path)
-        if tokenizer.vocab_size > model_config.vocab_size:
-            raise ValueError(
-                f"{path}: tokenizer.json has {tokenizer.vocab_size} ids, config.json a vocab_size of {model_config.vocab_size}"
-            )
-        template = ChatTemplate.from_dir(path) if _has_template(path) else None
-        defaults = GenerationDefaults.from_dir(path)
-        if max(defaults.eos_ids) >= tokenizer.vocab_size:
-            raise ValueError(
-                f"{path}: eos_token_id {max(defaults.eos_ids)} is no token, tokenizer.json has {tokenizer.vocab_size} ids"
-            )
+        words = open_text(path, model_config.vocab_size, config.tokenizer)
 
         def setup_for(platform: str) -> Setup:
-            return resolve(model_config, tokenizer.vocab_size, config, platform, weights.recipe(platform))
+            return resolve(model_config, words.tokenizer.vocab_size, config, platform, weights.recipe(platform))
 
         allocator.reserve(lambda: setup_for("cuda"))  # before the next line starts JAX
         setup = setup_for("cpu" if jax.default_backend() == "cpu" else "cuda")
         ready, text = setup.programs(), setup.text_model()
         # Whatever can be refused is refused before the minutes that compiling takes: weights are read, and checked, first.
         weights.check(text)
-        stored = None if programs is None else StoredPrograms.open(Path(programs), setup, ready)
+        stored = None if programs is None else StoredPrograms.open(programs, setup, ready)
         free = free_bytes(jax.devices()[0])
         check_memory(ready, free, stored.workspace_bytes if stored else 0)
         parameters = weights.parameters(text, lambda done, total: tell("weights", done, total))
@@ -112,7 +104,7 @@ class Engine:
             ready.compile_all(lambda done, total: tell("programs", done, total))
             check_memory(ready, free, compiled_workspace(ready))
         runner = Runner(ready, parameters, ready.allocate())
-        return cls(runner, ready, tokenizer, template, defaults, model_config, started_at)
+        return cls(runner, ready, words.tokenizer, words.template, words.defaults, model_config, started_at)
 
     @property
     def device(self) -> str:
@@ -123,6 +115,11 @@ class Engine:
     def context(self) -> int:
         """Tokens that prompt and answer of one completion may have together."""
         return self._programs.shape.context
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for each setting of the checkpoint's tokenizer and sampling files that has no effect here."""
+        return self.tokenizer.notes + self.defaults.notes
 
     @property
     def programs(self) -> Programs:
@@ -148,15 +145,7 @@ class Engine:
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The checkpoint's own sampling defaults, with `changes` on top."""
-        d = self.defaults
-        own = SamplingParams(
-            temperature=d.effective_temperature,
-            top_k=d.top_k,
-            top_p=d.top_p,
-            min_p=d.min_p,
-            repetition_penalty=d.repetition_penalty,
-        )
-        return replace(own, **changes)
+        return replace(SamplingParams(**self.defaults.sampling), **changes)
 
     def generate(
         self,
@@ -211,7 +200,10 @@ class Engine:
 
     def prompt_ids(self, prompt: Prompt, **template_options: Any) -> list[int]:
         """The token ids that a prompt becomes."""
-        if isinstance(prompt, SequenceOf) and len(prompt) and all(isinstance(m, Mapping) for m in prompt):
+        are_messages = isinstance(prompt, SequenceOf) and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
+        if (are_messages or isinstance(prompt, str)) and not self.tokenizer.has_text:
+            raise ValueError("prompt is text, but the engine was loaded without a tokenizer (tokenizer=None): give token ids")
+        if are_messages:
             if self.template is None:
                 raise ValueError("messages: this checkpoint has no chat template, give text or token ids")
             return render_prompt(self.template, self.tokenizer, list(prompt), **template_options).ids
@@ -263,6 +255,8 @@ class Engine:
         for field, used in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
             if used and max(used) >= self.tokenizer.vocab_size:
                 raise ValueError(f"{field} names token {max(used)}, the vocabulary has {self.tokenizer.vocab_size}")
+        if params.stop and not self.tokenizer.has_text:
+            raise ValueError("stop: texts end nothing without a tokenizer (tokenizer=None): give stop_ids")
         room = min(self.context, self._runner.pool_tokens) - len(ids)
         if room <= 0:
             raise ValueError(f"prompt has {len(ids)} tokens, the page pool holds {self._runner.pool_tokens}")
@@ -296,13 +290,3 @@ def _are_integers(tokens: Any) -> bool:
         and not isinstance(tokens, bytes | bytearray)
         and all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in tokens)
     )
-
-
-def _has_template(path: Path) -> bool:
-    if (path / "chat_template.jinja").exists():
-        return True
-    config = path / "tokenizer_config.json"
-    try:
-        return config.exists() and json.loads(config.read_text("utf-8")).get("chat_template") is not None
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise ValueError(f"{config}: not a JSON object ({error})") from None

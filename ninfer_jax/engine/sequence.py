@@ -38,7 +38,7 @@ class Sequence:
     reader: weakref.ref[Generator[Any, None, None]] | None = None
 
     def __post_init__(self) -> None:
-        self._decoder = IncrementalDecoder(self.tokenizer)
+        self._decoder = IncrementalDecoder(self.tokenizer, after=self.prompt)
         self._stops = StopMatcher(self.params.stop)
         self._splitter = ReasoningSplitter(starts_in_reasoning(self.prompt, self.tokenizer))
         self._logprobs: list[TokenLogprob] = []

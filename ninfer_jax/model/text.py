@@ -84,10 +84,10 @@ class TextModel(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, mtp: bool, recipe: Recipe | None = None):
         if mtp and not config.mtp_layers:
             raise ValueError("config.json: mtp_num_hidden_layers is 0, this model has no MTP head to draft with")
-        if recipe is not None and (dtype != jnp.bfloat16 or config.tied_embeddings):
-            raise ValueError(
-                f"recipe {recipe.name}: needs bfloat16 activations and a head of its own, not {dtype} or tied embeddings"
-            )
+        if recipe is not None and dtype != jnp.bfloat16:
+            raise ValueError(f"recipe {recipe.name}: needs bfloat16 activations, not {jnp.dtype(dtype).name}")
+        if recipe is not None and config.tied_embeddings:
+            raise ValueError(f"recipe {recipe.name}: needs an output head of its own, this model's is its embedding")
         self.config, self.dtype = config, dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, recipe)
         self.layers = nnx.List([DecoderLayer(config, kind, dtype, recipe) for kind in config.layer_types])

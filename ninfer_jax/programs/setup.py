@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.config import PAGE, PRESETS, EngineConfig, ModelConfig, Recipe, preset
 from ninfer_jax.config.presets import NAMED_IDS
+from ninfer_jax.files import FileError
 from ninfer_jax.model import TextModel
+from ninfer_jax.model_path import model_path
 from ninfer_jax.programs.programs import Programs
 from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
@@ -87,11 +87,16 @@ def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: 
     return Setup(model, state_shape(model, engine, kv, dtype, rows_together=on_card), chunk, valid_ids, platform, recipe)
 
 
-def model_of(name: str) -> tuple[ModelConfig, int]:
-    """Geometry and the number of ids that its tokenizer names, of a preset or of a model directory. ValueError for neither."""
+def model_of(name: str, tokenizer: str | None = "auto") -> tuple[ModelConfig, int]:
+    """Geometry and the number of token ids, of a preset or of a model directory. tokenizer: "auto" counts the ids that the
+    tokenizer names, None the rows of the output head. ValueError for neither a preset nor a model."""
     if name in PRESETS:
-        return preset(name), NAMED_IDS
-    path = tiny_path() if name == "tiny" and not Path(name).exists() else Path(name)
-    if not path.is_dir():
-        raise ValueError(f"{name} is neither a directory nor a preset; presets: {', '.join(PRESETS)}, and tiny")
-    return ModelConfig.from_hf(path), Tokenizer.from_dir(path).vocab_size
+        model, ids = preset(name), NAMED_IDS
+    else:
+        try:
+            path = model_path(name)
+        except FileError as error:
+            raise ValueError(f"{error}; presets: {', '.join(PRESETS)}") from None
+        model = ModelConfig.from_hf(path)
+        ids = None if tokenizer is None else Tokenizer.from_dir(path).vocab_size
+    return model, model.vocab_size if tokenizer is None or ids is None else ids

@@ -31,7 +31,10 @@ class Tokenizer:
         tags are control tokens too but carry meaning in the output, so they are kept.
     control, special: where text spells control tokens, or only those that are special.
     notes: one line for every setting of the files that a reader would expect to count and that does not.
+    has_text: whether ids have text at all; False of `NoTokenizer` alone.
     """
+
+    has_text = True
 
     def __init__(
         self,

@@ -178,6 +178,28 @@ def test_defaults_are_the_checkpoints_own(engine):
     assert engine.default_params(temperature=0.1).temperature == 0.1
 
 
+def test_defaults_have_every_sampling_value_that_a_checkpoint_names(plain_engine, monkeypatch):
+    named = {"presence_penalty": 1.5, "frequency_penalty": 0.25, "max_new_tokens": 5, "stop": ("END",), "min_p": 0.1}
+    monkeypatch.setattr(plain_engine, "defaults", replace(plain_engine.defaults, **named))
+    params = plain_engine.default_params()
+    assert {name: getattr(params, name) for name in named} == named
+    assert len(plain_engine.generate(TEXT, plain_engine.default_params(stop=(), ignore_eos=True)).tokens) == 5
+    # A penalty takes the token that was drawn before out of the running.
+    strong = plain_engine.default_params(temperature=0, presence_penalty=100.0, stop=(), ignore_eos=True)
+    assert len(set(plain_engine.generate(TEXT, strong).tokens)) == 5
+
+
+def test_a_prompt_that_ends_inside_a_character(engine):
+    """The answer begins with the whole character that it completes, and not with a broken one."""
+    first, second = (engine.tokenizer.token_id(chr(byte)) for byte in "é".encode())  # bytes that stand for themselves
+    assert engine.tokenizer.decode([first, second]) == "é"
+    ids = [*engine.tokenizer.encode("caf"), first]
+    for token, text in ((second, "é"), (engine.tokenizer.token_id("x"), "x")):
+        params = SamplingParams(temperature=0, max_new_tokens=1, logit_bias={token: 1e4})
+        pieces = [piece.text for piece in engine.stream(ids, params)]
+        assert "".join(pieces) == engine.generate(ids, params).text == text
+
+
 def test_stats_add_up(engine):
     config = json.loads((tiny_path() / "config.json").read_text("utf-8"))
     drafts = engine.programs.shape.draft

@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax import Engine, EngineConfig, ModelConfig, SamplingParams
 from ninfer_jax.cli.main import app
+from ninfer_jax.config import recipe
+from ninfer_jax.model import TextModel
 
 USER = {"role": "user", "content": "x"}
 
@@ -123,7 +126,7 @@ def no_end_token(checkpoint_dir):
 def no_config(checkpoint_dir):
     folder = checkpoint_dir()
     (folder / "config.json").unlink()
-    return folder, {}, (str(folder / "config.json"), "no such file")
+    return folder, {}, (str(folder / "config.json"), "No such file")
 
 
 def no_tokenizer(checkpoint_dir):
@@ -153,7 +156,33 @@ def context_beyond_the_models(checkpoint_dir):
 
 def no_directory(checkpoint_dir):
     folder = checkpoint_dir() / "nowhere"
-    return folder, {}, (str(folder), "no such file")
+    return folder, {}, (str(folder), "No such file", "or `tiny` for the bundled one")
+
+
+def a_truncated_prompt(checkpoint_dir):
+    """Settings of whoever saved the tokenizer: what would cut a prompt in silence is no mistake, flags not implemented are."""
+    folder = checkpoint_dir()
+    content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    content["added_tokens"][0]["lstrip"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(content | {"truncation": {"max_length": 16}}), "utf-8")
+    return folder, {}, ("tokenizer.json", "'<|endoftext|>' has lstrip=true")
+
+
+def a_config_that_is_no_text(checkpoint_dir):
+    folder = checkpoint_dir()
+    (folder / "config.json").write_bytes((folder / "model.safetensors").read_bytes())
+    return folder, {}, (str(folder / "config.json"), "a safetensors file, not a text")
+
+
+def a_weight_file_for_the_model(checkpoint_dir):
+    file = checkpoint_dir() / "model.safetensors"
+    return file, {}, (str(file), "is a safetensors file: name the directory that holds it")
+
+
+def a_key_twice(checkpoint_dir):
+    folder = checkpoint_dir()
+    (folder / "generation_config.json").write_text('{"eos_token_id": 991, "top_k": 3, "top_k": 4}')
+    return folder, {}, ("generation_config.json lists top_k twice",)
 
 
 CASES = [
@@ -178,6 +207,10 @@ CASES = [
     a_quantised_checkpoint,
     context_beyond_the_models,
     no_directory,
+    a_truncated_prompt,
+    a_config_that_is_no_text,
+    a_weight_file_for_the_model,
+    a_key_twice,
 ]
 
 
@@ -205,6 +238,7 @@ def test_drafts_without_mtp_tensors(checkpoint_dir, random_tensors):
         ({"context": 0}, ("context is 0", "1 to 262144")),
         ({"context": 262_145}, ("context is 262145", "1 to 262144")),
         ({"dtype": "float16"}, ("dtype is 'float16'", "bfloat16")),
+        ({"draft": 10**30}, ("draft is 1000000000", "0 to 5")),
     ],
     ids=str,
 )
@@ -252,6 +286,30 @@ def test_sampling_values(field, value, flag):
         refused_by_cli("tiny", "--prompt", "x", flag, given, parts=(field,))
 
 
+@pytest.mark.parametrize("value", [np.float32, float, object(), ("auto",), "float16" * 100], ids=lambda value: type(value).__name__)
+def test_types_are_named_as_users_write_them(value):
+    refused(lambda: EngineConfig(dtype=value), "dtype is", "known are auto, float32, bfloat16")
+    with pytest.raises(ValueError, match=r"^(?!.*<class).{,200}$"):
+        EngineConfig(dtype=value)
+
+
+def test_a_recipe_names_the_dtype_that_does_not_go_with_it(checkpoint_dir):
+    config, tied = (ModelConfig.from_hf(checkpoint_dir(config={"tie_word_embeddings": value})) for value in (False, True))
+    refused(lambda: TextModel(config, jnp.float32, mtp=False, recipe=recipe("q4")), "recipe q4: needs bfloat16", "not float32")
+    refused(lambda: TextModel(tied, jnp.bfloat16, mtp=False, recipe=recipe("q4")), "recipe q4: needs an output head of its own")
+
+
+@pytest.mark.parametrize("value", ["tokenizer.json", "", False, 3], ids=repr)
+def test_the_tokenizer_is_the_checkpoints_or_none(value):
+    refused(lambda: EngineConfig(tokenizer=value), "tokenizer is", "'auto'", "None")
+
+
+def test_huge_numbers_are_named_in_short():
+    refused(lambda: SamplingParams(seed=10**5000), "seed is a number of more than 4300 digits", "from 0 to")
+    refused(lambda: SamplingParams(top_k=[1] * 10_000), "top_k is [1, 1", "characters")
+    refused(lambda: SamplingParams(stop=["a\ud800"]), "stop[0]: character 1 is a lone surrogate")
+
+
 def test_token_ids_beyond_the_vocabulary(plain_engine):
     for params, parts in (
         (SamplingParams(stop_ids=[1024]), ("stop_ids names token 1024", "1024")),
@@ -273,6 +331,8 @@ def test_prompts(plain_engine):
         ([USER, "x"], ("text, a list of token ids or a list of messages",)),
         (b"x", ("text, a list of token ids or a list of messages",)),
         ("a\ud800", ("character 1", "surrogate")),
+        ([{"role": "user", "content": "a\ud800"}], ("messages[0].content: character 1", "surrogate")),
+        ([{"role": "user", "content": "x", "n": float("nan")}], ("messages[0].n", "nan")),
         ([7] * 600, ("prompt has 600 tokens", "context holds 512")),
     ):
         refused(lambda prompt=prompt: plain_engine.generate(prompt), *parts)
@@ -321,6 +381,9 @@ def test_messages_without_a_template(plain_engine, monkeypatch):
         (b"[]", ("must hold a list of messages",)),
         (b'["x"]', ("must hold a list of messages",)),
         (b"[" * 200_000, ("nested too deeply",)),
+        (b'[{"role": "user", "role": "system", "content": "x"}]', ("lists role twice",)),
+        ("[]".encode("utf-16"), ("UTF-16: save it as UTF-8",)),
+        (b"GGUF\3\0\0\0" + b"\0" * 99, ("a GGUF file, not a text",)),
         (None, ("No such file",)),
     ],
     ids=lambda value: None,
@@ -340,6 +403,12 @@ def test_stdin_that_is_not_utf8():
     ("arguments", "parts"),
     [
         ([], ("exactly one of",)),
+        (["--prompt", "x", "--tokens", "1"], ("exactly one of",)),
+        (["--tokens", "1,x"], ("--tokens", "by commas")),
+        (["--tokens", ""], ("--tokens", "by commas")),
+        (["--prompt", "x", "--no-tokenizer"], ("--no-tokenizer goes with --tokens",)),
+        (["--prompt", "a\udcff"], ("--prompt: character 1", "U+DCFF")),
+        (["--prompt", "x", "--programs", "gone"], ("--programs gone: No such file",)),
         (["--prompt", "x", "-"], ("exactly one of",)),
         (["--prompt", "x", "--messages", "m.json"], ("exactly one of",)),
         (["x"], ("unexpected argument 'x'", "--prompt")),

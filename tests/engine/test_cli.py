@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from ninfer_jax import Engine, SamplingParams
 from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.cli.main import app
+from ninfer_jax.text import NoTokenizer
 
 TEXT = "ROMEO.\nWhat lady is that, "
 # Shapes of the standard engines: with a compilation cache, nothing is compiled twice.
@@ -58,7 +60,7 @@ def test_json_from_stdin_with_drafts(plain_engine):
 
 
 @pytest.fixture
-def invoke(monkeypatch, plain_engine):
+def invoke(monkeypatch, plain_engine, tmp_path):
     """Runs the command in this process with the engine loaded already; returns (stdout, stderr)."""
     asked = {}
 
@@ -69,6 +71,8 @@ def invoke(monkeypatch, plain_engine):
         return plain_engine
 
     monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()  # what the tests call their model
 
     def call(*arguments: str, stdin: bytes | None = None) -> tuple[str, str]:
         result = CliRunner().invoke(app, ["generate", *arguments], input=stdin)
@@ -77,6 +81,35 @@ def invoke(monkeypatch, plain_engine):
 
     call.asked = asked
     return call
+
+
+def test_tokens_go_in_and_out(invoke, plain_engine, monkeypatch):
+    ids = plain_engine.tokenizer.encode(TEXT)
+    expected = plain_engine.generate(ids, SamplingParams(temperature=0, max_new_tokens=24))
+    asked = ("m", "--tokens", ",".join(map(str, ids)), "--greedy", "--max-new", "24")
+    assert invoke(*asked)[0] == expected.text + "\n" and invoke.asked["config"].tokenizer == "auto"
+    assert json.loads(invoke(*asked, "--json")[0])["tokens"] == expected.tokens
+    # Without a tokenizer the answer is ids, in the form that --tokens takes.
+    monkeypatch.setattr(plain_engine, "tokenizer", NoTokenizer(plain_engine.model_config.vocab_size))
+    stdout, _ = invoke(*asked, "--no-tokenizer")
+    assert stdout == ",".join(map(str, expected.tokens)) + "\n" and invoke.asked["config"].tokenizer is None
+    answer = json.loads(invoke(*asked, "--no-tokenizer", "--json")[0])
+    assert answer["tokens"] == expected.tokens and answer["text"] == answer["reasoning"] == ""
+
+
+def test_notes_come_before_the_answer(invoke, plain_engine, monkeypatch):
+    monkeypatch.setattr(plain_engine, "defaults", replace(plain_engine.defaults, notes=("max_length=3 is not used",)))
+    _, stderr = invoke("m", "--prompt", TEXT, "--max-new", "1")
+    assert stderr.splitlines()[0] == "note: max_length=3 is not used"
+
+
+def test_messages_with_a_byte_order_mark(invoke, tmp_path):
+    file, counts = tmp_path / "m.json", []
+    for mark in (b"", b"\xef\xbb\xbf"):
+        file.write_bytes(mark + b'[{"role": "user", "content": "Hi"}]')
+        counts.append(json.loads(invoke("m", "--messages", str(file), "--max-new", "1", "--json")[0])["prompt_tokens"])
+        counts.append(json.loads(invoke("m", "-", "--max-new", "1", "--json", stdin=mark + b"Hello")[0])["prompt_tokens"])
+    assert counts[:2] == counts[2:]
 
 
 def test_the_model_argument(invoke, tmp_path, monkeypatch):
@@ -154,5 +187,7 @@ def test_help_names_every_option():
         "--json",
         "--no-thinking",
         "--no-verify",
+        "--tokens",
+        "--no-tokenizer",
     ):
         assert option in result.stdout

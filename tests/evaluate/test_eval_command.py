@@ -68,8 +68,10 @@ def test_kld_with_a_picture(invoke, engine, coarse_engine, ids, tmp_path):
     assert picture.startswith(b"\x89PNG") and 3000 < len(picture) < 100_000
 
 
-def test_kld_against_another_model(invoke, engine, ids, monkeypatch):
+def test_kld_against_another_model(invoke, engine, ids, monkeypatch, tmp_path):
     """The reference is the other model; without --kv both have the reference's format."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoint").mkdir()
     arguments = ("--against", "checkpoint", "--reference", "f32", "--depths", "0,64", "--tokens", "5")
     code, _, stderr, figures = invoke("kld", "--kv", "rk4v4", *arguments)
     assert code == 0, stderr

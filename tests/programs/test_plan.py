@@ -92,7 +92,7 @@ def test_the_command_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["plan", "qwen4"], "neither a directory nor a preset"),
+        (["plan", "qwen4"], "qwen4: No such file or directory; a model is a directory"),
         (["plan", "qwen3_8_27b", "--target", "gtx480"], "gtx480"),
         (["plan", "qwen3_8_27b", "--recipe", "q3"], "known recipes: q4"),
         (["plan", "qwen3_8_27b", "--kv", "q4"], "known formats"),

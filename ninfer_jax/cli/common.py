@@ -1,0 +1,91 @@
+"""What all commands share: options with help from the tables, paths, and errors on one line with their exit codes.
+
+Exit codes: 0 done, 1 refused or failed, 2 a mistake in the command line, 130 interrupted. Nothing here starts JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ninfer_jax.config import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PRESETS, RECIPES
+from ninfer_jax.config.engine import DTYPES
+from ninfer_jax.files import printable
+from ninfer_jax.model_path import TINY
+from pallas_kernels.kv_formats import FORMATS, PAGE
+
+REFUSED, INTERRUPTED = 1, 130
+
+KV_FORMATS = ", ".join(FORMATS)
+RECIPE_NAMES = ", ".join(RECIPES)
+PRESET_NAMES = ", ".join(PRESETS)
+
+_Option = typer.Option
+
+
+def a_path(text: str) -> Path:
+    """A path of the command line; an empty one, as an unset variable of a shell makes it, would be the working directory."""
+    if not text:
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
+def path_option(help: str, *names: str, metavar: str = "FILE") -> typer.models.OptionInfo:
+    """An option for one path."""
+    return _Option(*names, help=help, metavar=metavar, parser=a_path)
+
+
+Model = Annotated[str, typer.Argument(help=f"A model directory, or `{TINY}` for the bundled model.")]
+Context = Annotated[int | None, _Option(help=f"Capacity of a slot in tokens; default: the model's own, up to {MAX_CONTEXT}.")]
+Kv = Annotated[str | None, _Option(help=f"KV format: {KV_FORMATS}.")]
+Draft = Annotated[int, _Option(help=f"Tokens the MTP head drafts a round, 0 to {MAX_DRAFT}.")]
+Slots = Annotated[int, _Option(help=f"Sequences side by side, 1 to {MAX_SLOTS}.")]
+Pool = Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")]
+Chunk = Annotated[
+    int | None, _Option(help=f"Tokens of one prefill call, a multiple of {PAGE}; default: 1024 on a card, 512 on a CPU.")
+]
+Dtype = Annotated[str, _Option(help=f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")]
+NoVerify = Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")]
+NoTokenizer = Annotated[
+    bool, _Option("--no-tokenizer", help="Do without a tokenizer: token ids alone, as many as the output head has rows.")
+]
+
+
+def stderr_console() -> Console:
+    return Console(stderr=True, highlight=False, emoji=False)
+
+
+@contextmanager
+def one_line_errors(console: Console, interrupted: str = "", also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turns what a user can mend into one line on stderr and its exit code. interrupted: what to say after Ctrl-C. also:
+    exceptions beside ValueError and OSError that are no faults of the program's."""
+    try:
+        yield
+    except BrokenPipeError:
+        # Whoever read stdout has gone (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(REFUSED) from None
+    except (ValueError, OSError, *also) as error:
+        tell_error(console, str(error))
+        raise typer.Exit(REFUSED) from None
+    except KeyboardInterrupt:
+        if interrupted:
+            console.print(interrupted, style="dim", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def tell_error(console: Console, message: str) -> None:
+    console.print(f"error: {printable(message)}", style="bold red", markup=False, soft_wrap=True)
+
+
+def tell_notes(console: Console, notes: tuple[str, ...] | list[str]) -> None:
+    """A line each: settings of the user's files that have no effect, and what else they should know."""
+    for note in notes:
+        console.print(f"note: {printable(note)}", style="dim", markup=False, soft_wrap=True)
