@@ -40,6 +40,7 @@ def settings():
 
 before = settings()
 import ninfer_jax
+[getattr(ninfer_jax, name) for name in ninfer_jax.__all__]
 after = settings()
 for package in ("ninfer_jax", "pallas_kernels"):
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
