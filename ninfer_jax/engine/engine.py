@@ -21,7 +21,7 @@ from ninfer_jax.engine.memory import check_memory
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
-from ninfer_jax.engine.weights_in import open_weights
+from ninfer_jax.engine.weights_in import open_weights, why_no_drafts
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import load_into
 from ninfer_jax.programs.setup import Setup, resolve
@@ -78,8 +78,8 @@ class Engine:
         path = Path(path)
         model_config = ModelConfig.from_hf(path)
         weights = open_weights(path, verify)
-        if config.draft and not (model_config.mtp_layers and weights.has_mtp):
-            raise ValueError(f"draft is {config.draft}, but {path} has no MTP head (mtp.* tensors) to draft with; use draft 0")
+        if config.draft and (why := why_no_drafts(path, model_config, weights)):
+            raise ValueError(f"draft is {config.draft}, but {why}")
         tokenizer = Tokenizer.from_dir(path)
         if tokenizer.vocab_size > model_config.vocab_size:
             raise ValueError(

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from formats import assert_same, read_in_blocks
 
 from ninfer_jax.checkpoints import save_checkpoint, tiny_path
 from ninfer_jax.checkpoints.sources import open_source
@@ -31,21 +32,6 @@ GGUF_TYPES = {
     "layers.1.self_attn.k_proj.weight": Q.Q4_0,
     "mtp.fc.weight": Q.Q8_0,
 }
-
-
-def read_in_blocks(tensor, rows=37):
-    return np.concatenate([tensor.read(a, min(a + rows, tensor.shape[0])) for a in range(0, tensor.shape[0], rows)])
-
-
-def assert_same(source, meaning, exact=lambda name: True):
-    assert source.tensors.keys() == meaning.keys()
-    for name, expected in meaning.items():
-        values = read_in_blocks(source.tensors[name])
-        assert source.tensors[name].shape == expected.shape and values.dtype == np.float32, name
-        if exact(name):
-            np.testing.assert_array_equal(values, expected, err_msg=name)
-        else:
-            np.testing.assert_allclose(values, expected, rtol=2e-6, atol=2e-7, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
