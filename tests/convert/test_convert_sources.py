@@ -156,7 +156,6 @@ DOWN = "layers.0.mlp.down_proj"
         ({"zero": 8, "checkpoint_format": "gptq"}, ("qzeros", "asymmetric")),
         ({"zero": 8, "sym": False}, ("qzeros", "asymmetric")),
         ({"bits": 3}, ("qweight", "3 bits")),
-        ({"group": 16}, ("groups of", "are supported")),
         ({"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, ("auto_awq", "not supported")),
         ({"change": lambda stored: stored.pop(f"{DOWN}.scales")}, (f"{DOWN}.qweight", "no scales")),
         ({"quant_method": "awq"}, ("qweight", "awq is not supported")),
@@ -171,10 +170,6 @@ def test_gptq_refusals(tmp_path, tensors, refused, options, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"change": replaced(f"{DOWN}.weight_zero_point", torch.zeros(4, dtype=torch.int32))}, ("weight_zero_point", "asymmetric")),
-        ({"change": replaced(f"{DOWN}.weight_g_idx", torch.zeros(4, dtype=torch.int32))}, ("weight_g_idx", "act-order")),
-        ({"weights": {"symmetric": False}}, (f"{DOWN}.weight_packed", "asymmetric")),
-        ({"weights": {"num_bits": 8}}, (f"{DOWN}.weight_packed", "int8")),
         ({"format": "nvfp4-pack-quantized"}, (f"{DOWN}.weight_packed", "nvfp4-pack-quantized")),
         ({"change": replaced(f"{DOWN}.weight_shape", torch.tensor([1, 2]))}, ("weight_shape", "[1, 2]")),
     ],

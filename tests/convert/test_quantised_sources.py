@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import formats
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -14,8 +15,17 @@ from safetensors.torch import save_file
 
 from ninfer_jax.checkpoints.sources import open_source
 from ninfer_jax.config import ModelConfig
+from ninfer_jax.engine.convert import plan
+from ninfer_jax.engine.weights_in import open_weights
+from pallas_kernels.matmul import dequantise
+from pallas_kernels.matmul.quantised import pack
 
-DOWN, GATE, QKV, Q = "layers.0.mlp.down_proj", "layers.0.mlp.gate_proj", "layers.0.linear_attn.in_proj_qkv", "layers.1.self_attn.q_proj"
+DOWN, GATE, QKV, Q = (
+    "layers.0.mlp.down_proj",
+    "layers.0.mlp.gate_proj",
+    "layers.0.linear_attn.in_proj_qkv",
+    "layers.1.self_attn.q_proj",
+)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +143,21 @@ def test_settings_of_how_the_codes_were_found_do_not_matter(tmp_path, tensors, s
     assert_same(source, meaning(some, **{DOWN: matrix}))
 
 
+def test_codes_of_channels_go_into_the_artifact_as_they_are(tmp_path, tensors, recipe):
+    """A scale that a whole row shares is the largest of each of its groups: it takes the full 127 steps, and nothing is lost."""
+    codes = {n: coded(tensors[n], 4, -1) for n in formats.matrices(tensors)}
+    replaced = {n.removesuffix(".weight"): as_gptq(n.removesuffix(".weight"), c, 1) for n, c in codes.items()}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True}
+    source = open_source(write(tmp_path / "source", formats.as_bfloat16(tensors), replaced, config))
+    planned = plan(source, recipe)
+    assert planned.made[DOWN] == planned.made["layers.1.self_attn.qkv_proj"] == "repacked" and not planned.notes
+    groups = {spec.name: spec.stored.group for spec in planned.parameters if spec.stored}
+    assert (groups[DOWN], groups["layers.1.self_attn.qkv_proj"]) == (64, 128)  # of 192 and 256 inputs
+    own, scales = source.tensors[f"{DOWN}.weight"].read_codes(0, 256)
+    stored = dequantise(pack(jnp.asarray(own).T, jnp.asarray(scales).T, bits=4))
+    np.testing.assert_allclose(np.asarray(stored).T, codes[f"{DOWN}.weight"].meaning, rtol=3e-7)
+
+
 # --- compressed-tensors ----------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +232,13 @@ def test_mixed_precision_with_whole_numbers_and_fp8(tmp_path, tensors, some):
 
 @pytest.mark.parametrize(
     ("shape", "about"),
-    [((), {}), ((1,), {}), ((256,), {}), ((256, 6), {"group_size": 32}), ((2, 2), {"strategy": "block", "block_structure": [128, 128]})],
+    [
+        ((), {}),
+        ((1,), {}),
+        ((256,), {}),
+        ((256, 6), {"group_size": 32}),
+        ((2, 2), {"strategy": "block", "block_structure": [128, 128]}),
+    ],
 )
 def test_scales_of_fp8_for_the_tensor_its_rows_groups_and_blocks(tmp_path, tensors, some, shape, about):
     rng = np.random.default_rng(1)
@@ -240,7 +271,11 @@ def test_mxfp8(tmp_path, tensors, some):
         ({"num_bits": 8}, {}, ("weight_packed", "codes of 4 bits", "config_groups say 8")),
         ({"num_bits": 3}, {}, ("int3", "int4, int8")),
         ({"type": "float"}, {"format": "mixed-precision"}, ("float4",)),
-        ({}, {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, ("transform_config", "changes what is computed")),
+        (
+            {},
+            {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            ("transform_config", "changes what is computed"),
+        ),
         ({}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, ("sparsity_config", "changes what is computed")),
         ({}, {"format": "marlin-24"}, ("marlin-24", "pack-quantized")),
     ],
@@ -320,3 +355,4 @@ def test_mlx_is_called_mlx(tmp_path, tensors, refused, quantization, form):
     refused(lambda: open_source(folder), "this is an MLX checkpoint", form, DOWN, "GPTQ, compressed-tensors or GGUF")
     if quantization:
         refused(lambda: ModelConfig.from_hf(folder), "config.json: this is an MLX checkpoint", form)
+    refused(lambda: open_weights(folder), "this is an MLX checkpoint", DOWN)
