@@ -308,7 +308,8 @@ class _Conversion:
                     digest.update(block)
                     done += len(block)
                     self.tell("digests", done, total)
-            found[file.name] = {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+            name = file.name if file.name not in found else str(file)
+            found[name] = {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
         return found
 
     def _check_space(self) -> None:

@@ -28,6 +28,9 @@ def convert(
         Path | None, common.path_option("A text like those to be written, UTF-8: its tokens are kept first.")
     ] = None,
     no_tokenizer: common.NoTokenizer = False,
+    mtp: Annotated[
+        Path | None, typer.Option(help="A safetensors file with the MTP layer, where the checkpoint itself has none.")
+    ] = None,
 ) -> None:
     """Quantise a checkpoint, or keep its own 4-bit codes, for `generate` to run."""
     console = common.stderr_console()
@@ -37,7 +40,7 @@ def convert(
         found, place = source_path(source), new_directory(destination, "DST", "DST ")
         chosen = recipe_called(recipe)
         options = {"draft_head": draft_head, "draft_text": read_text(draft_text, label="--draft-text ") if draft_text else ""}
-        _run(console, found, place, chosen, options | {"tokenizer": None if no_tokenizer else "auto"})
+        _run(console, found, place, chosen, options | {"tokenizer": None if no_tokenizer else "auto", "mtp": mtp})
 
 
 def _run(console: Console, source: Path, destination: Path, recipe: Recipe, options: dict[str, Any]) -> None:

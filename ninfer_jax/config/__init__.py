@@ -1,7 +1,7 @@
 """Configuration of the model (read from a checkpoint) and of the engine (chosen by the user)."""
 
 from ninfer_jax.config.engine import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PAGE, EngineConfig
-from ninfer_jax.config.model import FULL, LINEAR, ModelConfig
+from ninfer_jax.config.model import FULL, LINEAR, ModelConfig, config_notes
 from ninfer_jax.config.presets import PRESETS, preset
 from ninfer_jax.config.recipe import RECIPES, Recipe, WeightFormat, recipe
 
@@ -18,6 +18,7 @@ __all__ = [
     "ModelConfig",
     "Recipe",
     "WeightFormat",
+    "config_notes",
     "preset",
     "recipe",
 ]

@@ -3,51 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ninfer_jax.files import kind_of, missing, read_json
+from ninfer_jax.config.keys import sort_keys
+from ninfer_jax.files import FileError, kind_of, missing, read_json
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
-# Keys that cannot change what the text tower computes. Everything else is either read, required to hold an
-# implemented value, or refused: a key this engine has never heard of may well be a different architecture.
-_IRRELEVANT = frozenset(
-    [
-        "architectures",
-        "attention_dropout",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "is_encoder_decoder",
-        "label2id",
-        "language_model_only",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "image_token_id",
-        "video_token_id",
-        "vision_config",
-        "vision_start_token_id",
-        "vision_end_token_id",
-        "text_config",
-        "max_window_layers",
-        "_name_or_path",
-    ]
-)
 _READ = frozenset(
     [
         "vocab_size",
@@ -86,10 +53,20 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "use_sliding_window": (False,),
     "mlp_only_layers": ([], None),
-    "quantization_config": (None,),
+    "mlp_bias": (False,),
+    "qkv_bias": (False,),
+    "pretraining_tp": (1,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "tie_encoder_decoder": (False,),
+    "quantization_config": (None, {}),
 }
 _ROPE_IMPLEMENTED: dict[str, tuple[Any, ...]] = {"rope_type": ("default",), "type": ("default",), "mrope_interleaved": (True,)}
 _ROPE_READ = frozenset({"rope_theta", "partial_rotary_factor", "mrope_section"})
+# Of these, a config with a text_config may have the only copy outside it.
+_OUTSIDE = ("tie_word_embeddings", "mtp_num_hidden_layers")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -163,27 +140,23 @@ class ModelConfig:
         need(self.conv_width >= 2, f"linear_conv_kernel_dim is {self.conv_width}, at least 2 is needed")
 
     @classmethod
-    def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face `config.json` (a path, or its parsed mapping) of model type `qwen3_5` or `qwen3_5_text`.
+    def from_hf(cls, source: str | Path | Mapping[str, Any], tensors: Collection[str] | None = None) -> ModelConfig:
+        """The model that a Hugging Face `config.json` (a path, or its parsed mapping) of type `qwen3_5` or `qwen3_5_text`
+        describes.
 
-        Raises ValueError, on one line, for another model type, a missing key, and any key or value that would
-        change the computation in a way this engine does not implement.
+        tensors: canonical names of the checkpoint's tensors, by default those of the safetensors beside a path. Where the
+        config does not say how many MTP layers there are, they do. Raises ValueError, on one line, for another model type, a
+        missing key, and any key or value that would change the computation in a way this engine does not implement; keys
+        that are passed over (`ninfer_jax.config.keys`) are logged.
         """
-        raw = source if isinstance(source, Mapping) else _read_json(Path(source))
-        kind = raw.get("model_type")
-        if kind == "qwen3_5":
-            text = raw.get("text_config")
-            if not isinstance(text, Mapping):
-                raise ValueError("config.json: model_type qwen3_5 needs a text_config object")
-            if text.get("model_type", "qwen3_5_text") != "qwen3_5_text":
-                raise ValueError(f"config.json: text_config.model_type is {text['model_type']!r}, implemented is 'qwen3_5_text'")
-            _refuse_unknown(raw, allow_read=("tie_word_embeddings",))
-            text = {"tie_word_embeddings": raw.get("tie_word_embeddings", False), **text}
-        elif kind == "qwen3_5_text":
-            text = dict(raw)
-        else:
-            raise ValueError(f"config.json: model_type is {kind!r}, implemented are 'qwen3_5' and 'qwen3_5_text'")
-        _refuse_unknown(text, allow_read=_READ)
+        raw = source if isinstance(source, Mapping) else read_config(source)
+        text, notes = _text_of(raw)
+        for note in notes:
+            _log.info(note)
+        if text.get("mtp_num_hidden_layers") is None:
+            if tensors is None:
+                tensors = () if isinstance(source, Mapping) else _names_beside(Path(source))
+            text["mtp_num_hidden_layers"] = _mtp_layers(tensors)
         return cls._from_text(text)
 
     @classmethod
@@ -193,7 +166,6 @@ class ModelConfig:
             raise ValueError(
                 "config.json: rope_parameters is missing (an object with rope_theta, partial_rotary_factor, mrope_section)"
             )
-        _refuse_rope(rope)
         theta, partial = (_number(rope if rope.get(k) is not None else text, k) for k in ("rope_theta", "partial_rotary_factor"))
         section = rope.get("mrope_section")
         if section is None:
@@ -223,7 +195,7 @@ class ModelConfig:
             rms_norm_eps=_number(text, "rms_norm_eps"),
             max_positions=get("max_position_embeddings"),
             tied_embeddings=tied,
-            mtp_layers=get("mtp_num_hidden_layers", low=0) if "mtp_num_hidden_layers" in text else 0,
+            mtp_layers=get("mtp_num_hidden_layers", low=0),
         )
 
 
@@ -265,33 +237,79 @@ def _present(keys: Mapping[str, Any], key: str) -> Any:
     return keys[key]
 
 
-def _refuse_unknown(keys: Mapping[str, Any], allow_read: tuple[str, ...] | frozenset[str]) -> None:
-    for key, value in keys.items():
-        if key in _IRRELEVANT or key in allow_read:
-            continue
-        if key not in _IMPLEMENTED:
-            raise ValueError(f"config.json: key {key!r} (value {value!r}) is not known to this engine")
-        if value not in _IMPLEMENTED[key]:
-            hint = "; convert the checkpoint first" if key == "quantization_config" else ""
-            raise ValueError(f"config.json: {key} is {value!r}, implemented: {', '.join(map(repr, _IMPLEMENTED[key]))}{hint}")
+def config_notes(raw: Mapping[str, Any]) -> list[str]:
+    """What of a config.json is left unread because it only says where the file comes from; ValueError as `from_hf`."""
+    return _text_of(raw)[1]
 
 
-def _refuse_rope(rope: Mapping[str, Any]) -> None:
-    for key, value in rope.items():
-        if key in _ROPE_READ:
-            continue
-        allowed = _ROPE_IMPLEMENTED.get(key)
-        if allowed is None:
-            raise ValueError(f"config.json: rope_parameters.{key} (value {value!r}) is not known to this engine")
-        if value not in allowed:
-            raise ValueError(f"config.json: rope_parameters.{key} is {value!r}, implemented: {', '.join(map(repr, allowed))}")
+def _text_of(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The text model's keys, all of them known, and notes on those that are left unread."""
+    _refuse_mlx(raw)
+    kind = raw.get("model_type")
+    notes: list[str] = []
+    if kind == "qwen3_5":
+        text = raw.get("text_config")
+        if not isinstance(text, Mapping):
+            raise ValueError("config.json: model_type qwen3_5 needs a text_config object")
+        if text.get("model_type", "qwen3_5_text") != "qwen3_5_text":
+            raise ValueError(f"config.json: text_config.model_type is {text['model_type']!r}, implemented is 'qwen3_5_text'")
+        notes += sort_keys(raw, read=_READ, variants=_IMPLEMENTED)
+        text = dict(text)
+        for key in (k for k in raw if k in _READ):
+            if text.get(key) is None and key in _OUTSIDE:
+                text[key] = raw[key]
+            elif text.get(key) != raw[key] and key != "tie_word_embeddings":
+                raise ValueError(f"config.json: {key} is {text.get(key)!r} in text_config and {raw[key]!r} outside it: which?")
+    elif kind == "qwen3_5_text":
+        text = dict(raw)
+    else:
+        raise ValueError(f"config.json: model_type is {kind!r}, implemented are 'qwen3_5' and 'qwen3_5_text'")
+    where = "text_config." if kind == "qwen3_5" else ""
+    notes += sort_keys(text, read=_READ, variants=_IMPLEMENTED, path=where)
+    rope = text.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        notes += sort_keys(rope, read=_ROPE_READ, variants=_ROPE_IMPLEMENTED, path="rope_parameters.", irrelevant=lambda key: False)
+    return text, notes
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _refuse_mlx(raw: Mapping[str, Any]) -> None:
+    found = raw.get("quantization")
+    if isinstance(found, Mapping) and "bits" in found and "group_size" in found:
+        from ninfer_jax.checkpoints.sources.mlx import mlx_sentence  # whose package starts JAX
+
+        raise ValueError(f"config.json: {mlx_sentence(found)}")
+
+
+def _mtp_layers(tensors: Collection[str]) -> int:
+    """How many MTP layers a checkpoint of these tensors has, 0 or 1, where its config does not say."""
+    if not any(name.startswith("mtp.") for name in tensors):
+        return 0
+    from ninfer_jax.checkpoints.mtp import unlike_one_layer
+
+    wrong = unlike_one_layer(tensors)
+    if wrong:
+        raise ValueError(f"config.json: mtp_num_hidden_layers is missing, and the checkpoint's mtp.* tensors {wrong}")
+    return 1
+
+
+def _names_beside(path: Path) -> Collection[str]:
+    """The canonical names of the safetensors in a model's directory; none where it holds no such file."""
+    from ninfer_jax.checkpoints import Checkpoint
+    from ninfer_jax.checkpoints.checkpoint import INDEX_NAME
+
+    folder = path if path.is_dir() else path.parent
+    if not (folder / INDEX_NAME).exists() and next(folder.glob("*.safetensors"), None) is None:
+        return ()
+    return Checkpoint.open(folder).tensors
+
+
+def read_config(path: str | Path) -> Mapping[str, Any]:
+    """The object in a config.json, named itself or by its directory; FileError for anything else."""
+    path = Path(path)
     path = path / "config.json" if kind_of(path) == "a directory" else path
     if kind_of(path) is None:
-        raise ValueError(f"{missing(path)}; a model directory holds config.json")
+        raise FileError(f"{missing(path)}; a model directory holds config.json")
     raw = read_json(path)
     if not isinstance(raw, Mapping):
-        raise ValueError(f"{path}: holds {type(raw).__name__}, not an object")
+        raise FileError(f"{path}: holds {type(raw).__name__}, not an object")
     return raw

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ninfer_jax.checkpoints.sources import Source, SourceTensor
+from ninfer_jax.config import ModelConfig
 from ninfer_jax.text import Tokenizer
 
 HEAD, DRAFT_HEAD, DRAFT_IDS = "lm_head.weight", "mtp.draft_head.weight", "mtp.draft_ids"
@@ -32,8 +33,15 @@ def pick_ids(tokenizer: Tokenizer, text: str, count: int, forced: Sequence[int] 
 
 def with_draft_head(source: Source, ids: np.ndarray) -> Source:
     """`source` with the head's rows `ids` as one tensor more. ValueError where it has no head of its own or no MTP head."""
-    if HEAD not in source.tensors or not source.has_mtp:
-        raise ValueError(f"{source.path}: a draft head needs an output head that is not tied to the embedding, and an MTP head")
+    if HEAD not in source.tensors:
+        raise ValueError(f"{source.path}: a draft head needs an output head of its own, this one is tied to the embedding")
+    if not source.has_mtp:
+        more = next((f"; {note}" for note in source.notes if "--mtp" in note), "")
+        raise ValueError(f"{source.path}: a draft head needs an MTP head, there are no mtp.* tensors{more}")
+    if not ModelConfig.from_hf(source.config, source.tensors).mtp_layers:
+        raise ValueError(
+            f"{source.path}: a draft head needs an MTP head, but mtp_num_hidden_layers is 0 in config.json: set it to 1"
+        )
     tensors: Mapping[str, SourceTensor] = {**source.tensors, DRAFT_HEAD: _Picked(source.tensors[HEAD], ids)}
     return dataclasses.replace(source, tensors=tensors)
 

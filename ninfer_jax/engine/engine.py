@@ -22,7 +22,7 @@ from ninfer_jax.engine.memory import check_memory, compiled_workspace, free_byte
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
-from ninfer_jax.engine.weights_in import open_weights
+from ninfer_jax.engine.weights_in import open_weights, why_no_drafts
 from ninfer_jax.files import directory
 from ninfer_jax.model_path import model_path
 from ninfer_jax.programs import Programs, compilations
@@ -82,8 +82,8 @@ class Engine:
         programs = None if programs is None else directory(programs, "programs", "programs: ")
         model_config = ModelConfig.from_hf(path)
         weights = open_weights(path, verify)
-        if config.draft and not (model_config.mtp_layers and weights.has_mtp):
-            raise ValueError(f"draft is {config.draft}, but {path} has no MTP head (mtp.* tensors) to draft with; use draft 0")
+        if config.draft and (why := why_no_drafts(path, model_config, weights)):
+            raise ValueError(f"draft is {config.draft}, but {why}")
         words = open_text(path, model_config.vocab_size, config.tokenizer)
 
         def setup_for(platform: str) -> Setup:

@@ -15,6 +15,9 @@ import numpy as np
 from flax import nnx
 
 from ninfer_jax.checkpoints import Artifact, ArtifactError, Checkpoint, ParameterSpec, is_artifact, iter_parameters, load_parameters
+from ninfer_jax.checkpoints.checkpoint import INDEX_NAME
+from ninfer_jax.checkpoints.mtp import unlisted_mtp
+from ninfer_jax.checkpoints.sources.mlx import refuse_mlx
 from ninfer_jax.config import ModelConfig, Recipe
 from ninfer_jax.engine import huge_pages
 from ninfer_jax.engine.expand import expand
@@ -28,7 +31,9 @@ class CheckpointWeights:
 
     def __init__(self, path: Path):
         self._checkpoint = Checkpoint.open(path)
+        refuse_mlx(self._checkpoint.tensors, {})
         self.has_mtp = self._checkpoint.has_mtp
+        self.files = {info.file for info in self._checkpoint.tensors.values()}
 
     def recipe(self, platform: str) -> Recipe | None:
         return None
@@ -109,6 +114,24 @@ def _put() -> Callable[[Sequence[np.ndarray]], jax.Array]:
 def open_weights(path: Path, verify: bool = True) -> CheckpointWeights | ArtifactWeights:
     """verify: as for `ArtifactWeights`; a checkpoint has no digests. ValueError, one line, for a directory that is neither."""
     return ArtifactWeights(path, verify) if is_artifact(path) else CheckpointWeights(path)
+
+
+def why_no_drafts(path: Path, model: ModelConfig, weights: CheckpointWeights | ArtifactWeights) -> str:
+    """Why a model cannot draft and what to do, as a sentence; "" where it can. Its MTP head may be missing, not counted in
+    config.json, or in a file that is no part of the checkpoint."""
+    if weights.has_mtp and model.mtp_layers:
+        return ""
+    if weights.has_mtp:
+        return (
+            f"mtp_num_hidden_layers is 0 in {path / 'config.json'}, though its mtp.* tensors are there: set it to 1 or use draft 0"
+        )
+    file = None if isinstance(weights, ArtifactWeights) else unlisted_mtp(path, weights.files)
+    if file is not None:
+        return (
+            f"the MTP head in {file} is no part of the checkpoint: convert with --mtp {file}, list its tensors in {INDEX_NAME}, "
+            "or use draft 0"
+        )
+    return f"{path} has no MTP head (mtp.* tensors) to draft with; use draft 0"
 
 
 def stored_recipe(artifact: Artifact) -> Recipe:

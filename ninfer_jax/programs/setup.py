@@ -83,7 +83,7 @@ def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: 
     dtype = jnp.dtype(("bfloat16" if on_card else "float32") if engine.dtype == "auto" else engine.dtype)
     kv = check_format(engine.kv or ("bf16" if on_card else "f32"), model.head_dim)
     if engine.draft and not model.mtp_layers:
-        raise ValueError(f"draft is {engine.draft}, but the model has no MTP head to draft with; use draft 0")
+        raise ValueError(f"draft is {engine.draft}, but by its config the model has no MTP head to draft with; use draft 0")
     return Setup(model, state_shape(model, engine, kv, dtype, rows_together=on_card), chunk, valid_ids, platform, recipe)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -107,6 +108,22 @@ def matrices(tensors: dict[str, np.ndarray]) -> list[str]:
     ]
 
 
+def read_in_blocks(tensor: Any, rows: int = 37) -> np.ndarray:
+    return np.concatenate([tensor.read(a, min(a + rows, tensor.shape[0])) for a in range(0, tensor.shape[0], rows)])
+
+
+def assert_same(source: Any, meaning: dict[str, np.ndarray], exact: Any = lambda name: True) -> None:
+    """The source has just these tensors, and these numbers to the bit, or, not exact, to some 2e-6."""
+    assert source.tensors.keys() == meaning.keys()
+    for name, expected in meaning.items():
+        values = read_in_blocks(source.tensors[name])
+        assert source.tensors[name].shape == expected.shape and values.dtype == np.float32, name
+        if exact(name):
+            np.testing.assert_array_equal(values, expected, err_msg=name)
+        else:
+            np.testing.assert_allclose(values, expected, rtol=2e-6, atol=2e-7, err_msg=name)
+
+
 def write(
     folder: Path, stored: dict[str, torch.Tensor], quantization: dict[str, Any] | None, config: dict[str, Any] | None = None
 ) -> Path:
@@ -131,8 +148,11 @@ def plain(folder: Path, tensors: dict[str, np.ndarray], dtype: torch.dtype = tor
     return write(folder, {name: torch.from_numpy(t).to(dtype) for name, t in tensors.items()}, None)
 
 
-def fp8(folder: Path, tensors: dict[str, np.ndarray]) -> tuple[Path, dict[str, np.ndarray]]:
-    """Each block of 128 x 128 has its largest magnitude at 448."""
+def fp8(
+    folder: Path, tensors: dict[str, np.ndarray], *, exponents: torch.dtype | None = None, change: Any = None, **config: Any
+) -> tuple[Path, dict[str, np.ndarray]]:
+    """Each block of 128 x 128 has its largest magnitude at 448, or, exponents, below it: scales that are powers of two, stored
+    as this type of one byte, 127 more than the exponent."""
     stored, meaning = as_bfloat16(tensors), dict(tensors)
     for name in matrices(tensors):
         weight = tensors[name]
@@ -143,13 +163,81 @@ def fp8(folder: Path, tensors: dict[str, np.ndarray]) -> tuple[Path, dict[str, n
             for j in range(scale.shape[1]):
                 block = np.s_[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
                 scale[i, j] = np.abs(weight[block]).max() / 448
+                if exponents is not None:
+                    scale[i, j] = 2.0 ** np.ceil(np.log2(scale[i, j]))
                 codes[block] = (weight[block] / scale[i, j]).astype(ml_dtypes.float8_e4m3fn)
                 values[block] = codes[block].astype(np.float32) * scale[i, j]
         stored[name] = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
         stored[f"{name}_scale_inv"] = torch.from_numpy(scale)
+        if exponents is not None:
+            stored[f"{name}_scale_inv"] = torch.from_numpy((np.log2(scale) + 127).astype(np.uint8)).view(exponents)
         meaning[name] = values
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    if change is not None:
+        change(stored)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], **config}
     return write(folder, stored, quantization), meaning
+
+
+def bit_words(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """`[rows, n]` of 0 .. 2 ** bits - 1 -> int32 `[rows, ceil(n * bits / 32)]`: number i from bit i * bits of its row on."""
+    stream = ((numbers[..., None] >> np.arange(bits)) & 1).reshape(numbers.shape[0], -1).astype(np.uint8)
+    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    return np.packbits(stream, axis=1, bitorder="little").view("<i4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """A matrix as whole numbers: value = scale x (code - zero). group: inputs that share scale and zero."""
+
+    codes: np.ndarray  # [outputs, inputs], 0 .. 2 ** bits - 1
+    zeros: np.ndarray  # [outputs, groups], likewise
+    scales: np.ndarray  # [outputs, groups], float16
+    bits: int
+
+    @property
+    def meaning(self) -> np.ndarray:
+        outputs, groups = self.scales.shape
+        codes = self.codes.reshape(outputs, groups, -1).astype(np.float64) - self.zeros[..., None]
+        return (codes * self.scales[..., None].astype(np.float64)).reshape(outputs, -1).astype(np.float32)
+
+
+def coded(weight: np.ndarray, bits: int, group: int, *, asymmetric: bool = False) -> Codes:
+    """group: -1 for a whole row. Zeros of asymmetric codes lie where the least value of a group is code 0."""
+    top = 2**bits - 1
+    blocks = weight.reshape(weight.shape[0], -1, weight.shape[1] if group == -1 else group).astype(np.float64)
+    if asymmetric:
+        low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
+        scales = ((high - low) / top).astype(np.float16)
+        zeros = np.clip(np.rint(-low / scales), 0, top).astype(np.int64)
+    else:
+        scales = (2 * np.abs(blocks).max(-1) / top).astype(np.float16)
+        zeros = np.full(scales.shape, 2 ** (bits - 1))
+    codes = np.clip(np.rint(blocks / scales[..., None] + zeros[..., None]), 0, top).astype(np.int64)
+    codes[0, 0, :2] = 0, top  # both ends, whatever was drawn
+    return Codes(codes.reshape(weight.shape), zeros, scales, bits)
+
+
+def as_gptq(base: str, matrix: Codes, lacks: int) -> dict[str, torch.Tensor]:
+    """GPTQ's tensors of one module; lacks: by how much stored zeros are less than the zeros."""
+    return {
+        f"{base}.qweight": torch.from_numpy(bit_words(matrix.codes, matrix.bits).T.copy()),
+        f"{base}.scales": torch.from_numpy(matrix.scales.T.copy()),
+        f"{base}.qzeros": torch.from_numpy(bit_words(matrix.zeros.T - lacks, matrix.bits)),
+    }
+
+
+def as_packed(base: str, matrix: Codes, zeros: str | None = None) -> dict[str, torch.Tensor]:
+    """compressed-tensors' "pack-quantized" of one module. zeros: "packed", or "int8" as some versions left them."""
+    found = {
+        f"{base}.weight_packed": torch.from_numpy(bit_words(matrix.codes, matrix.bits)),
+        f"{base}.weight_scale": torch.from_numpy(matrix.scales),
+        f"{base}.weight_shape": torch.tensor(matrix.codes.shape),
+    }
+    if zeros == "packed":
+        found[f"{base}.weight_zero_point"] = torch.from_numpy(bit_words(matrix.zeros.T, matrix.bits).T.copy())
+    if zeros == "int8":
+        found[f"{base}.weight_zero_point"] = torch.from_numpy((matrix.zeros - 2 ** (matrix.bits - 1)).astype(np.int8))
+    return found
 
 
 def int4(weight: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -258,6 +346,18 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{GGUF_NAMES[own]}"
 
 
+# What Ollama's own converter called by the checkpoint's names, and stored without adding 1.
+OLLAMA_MTP = ("mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
+
+
+def ollama_name(name: str) -> str:
+    if name in OLLAMA_MTP:
+        return name
+    if name.startswith("mtp.layers.0."):
+        return f"mtp.layers.0.{GGUF_NAMES[name.removeprefix('mtp.layers.0.')]}"
+    return gguf_name(name).replace("ssm_dt.bias", "ssm_dt")
+
+
 def tiled(blocks: np.ndarray, size: int) -> np.ndarray:
     """Value heads (`size` rows each) from one key head's after another to every key head's first, every one's second, ..."""
     out = np.empty_like(blocks)
@@ -300,21 +400,28 @@ def write_gguf(
     architecture: str = "qwen35",
     tokenizer: bool = True,
     change: Any = None,
+    blocks: int = 3,
+    nextn: int | None = 1,
+    ollama: bool = False,
+    tile: bool = True,
 ) -> dict[str, np.ndarray]:
-    """types: by canonical name, F32 for all others. Returns what the file stands for. change: of tensors as stored."""
+    """types: by canonical name, F32 for all others. Returns what the file stands for. change: of tensors as stored. blocks,
+    nextn: as the metadata say, which may say nothing of MTP layers. ollama: with the names, the array of heads and the vision
+    tower of the files that Ollama made until the middle of 2026. tile: value heads reordered."""
     writer = gguf.GGUFWriter(file, architecture)
-    writer.add_block_count(3)
-    writer.add_nextn_predict_layers(1)
+    writer.add_block_count(blocks)
+    if nextn is not None:
+        writer.add_nextn_predict_layers(nextn)
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(2)
-    writer.add_head_count_kv(1)
+    writer.add_head_count_kv([0, 1] if ollama else 1)
     writer.add_key_length(64)
     writer.add_value_length(64)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(16)
-    writer.add_rope_dimension_sections([3, 3, 2, 0])
+    writer.add_rope_dimension_sections([3, 3, 2] if ollama else [3, 3, 2, 0])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_ssm_conv_kernel(4)
     writer.add_ssm_state_size(D)
@@ -322,15 +429,19 @@ def write_gguf(
     writer.add_ssm_time_step_rank(HV)
     writer.add_ssm_inner_size(HV * D)
     writer.add_full_attention_interval(2)
+    if ollama or not tile:
+        writer.add_bool(f"{architecture}.ssm.v_head_reordered", tile)
     if tokenizer:
         _write_tokenizer(writer)
     meaning = {}
     for name, values in tensors.items():
         data = values[:, 0] if "conv1d" in name else values
-        data = reordered(name, data, tiled)
+        turn, back_again = (tiled, untiled) if tile else (lambda blocks, size: blocks,) * 2
+        data = reordered(name, data, turn)
+        shifted = is_norm(name) and not (ollama and name in OLLAMA_MTP)
         if name.endswith("A_log"):
             data = -np.exp(data)
-        elif is_norm(name):
+        elif shifted:
             data = data + 1
         data = np.ascontiguousarray(data, np.float32)
         kind = types.get(name, gguf.GGMLQuantizationType.F32)
@@ -338,13 +449,16 @@ def write_gguf(
         back = gguf.quants.dequantize(raw, kind).reshape(data.shape)
         if change is not None:
             change(name, raw)
-        writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
+        writer.add_tensor(ollama_name(name) if ollama else gguf_name(name), raw, raw_dtype=kind)
         if name.endswith("A_log"):
             back = np.log(-back)
-        elif is_norm(name):
+        elif shifted:
             back = back - 1
-        back = reordered(name, back, untiled)
+        back = reordered(name, back, back_again)
         meaning[name] = back[:, None] if "conv1d" in name else back
+    if ollama:
+        for name in ("v.blk.0.attn_q.weight", "v.patch_embed.weight", "v.merger.norm.bias"):
+            writer.add_tensor(name, np.zeros((2, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

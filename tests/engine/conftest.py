@@ -27,12 +27,6 @@ def together(draft_engine: Engine) -> Engine:
     return engine
 
 
-@pytest.fixture(scope="session")
-def micro_config() -> dict[str, Any]:
-    """The config.json of `random_tensors`."""
-    return CONFIG
-
-
 @pytest.fixture
 def checkpoint_dir(tmp_path: Path, random_tensors: Mapping[str, np.ndarray]) -> Callable[..., Path]:
     """Writes a complete checkpoint directory; each call a fresh one.

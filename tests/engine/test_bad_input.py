@@ -94,7 +94,8 @@ def no_tensors(checkpoint_dir):
 
 
 def drafts_without_an_mtp_layer(checkpoint_dir):
-    return (checkpoint_dir(config={"mtp_num_hidden_layers": 0}), {"draft": 2}, ("draft is 2", "no MTP head", "use draft 0"))
+    said = ("draft is 2", "mtp_num_hidden_layers is 0", "mtp.* tensors are there", "use draft 0")
+    return checkpoint_dir(config={"mtp_num_hidden_layers": 0}), {"draft": 2}, said
 
 
 def drafts_without_mtp_tensors(checkpoint_dir, random_tensors):

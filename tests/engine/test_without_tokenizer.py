@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import micro
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -21,10 +22,10 @@ IDS = [5, 1087, 3, 1030]  # beyond the bundled tokenizer's 1,024 too: every row 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, random_tensors: dict[str, np.ndarray], micro_config: dict) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, random_tensors: dict[str, np.ndarray]) -> Path:
     """Weights and config.json alone; no end token is named."""
     path = tmp_path_factory.mktemp("bare")
-    save_checkpoint(path, random_tensors, micro_config)
+    save_checkpoint(path, random_tensors, micro.CONFIG)
     return path
 
 

@@ -3,10 +3,11 @@ EngineConfig's bounds."""
 
 import copy
 import json
+import logging
 
 import pytest
 
-from ninfer_jax.config import FULL, LINEAR, MAX_CONTEXT, EngineConfig, ModelConfig, preset
+from ninfer_jax.config import FULL, LINEAR, MAX_CONTEXT, EngineConfig, ModelConfig, config_notes, preset
 
 # The published config.json of Qwen3.8-27B; that of Qwen3.6-27B has the same values in every key that shapes the text tower.
 QWEN_27B_TEXT = {
@@ -276,12 +277,113 @@ def test_a_rope_value_that_is_no_number(key, value):
     refused(rope(**{key: value}), f"{key} is {value!r}")
 
 
-@pytest.mark.parametrize("content, what", [(None, "no such file"), ("{", "not readable"), ("[1]", "list")])
+@pytest.mark.parametrize("content, what", [(None, "no such file"), ("{", "not JSON"), ("[1]", "list")])
 def test_a_file_that_is_no_config(tmp_path, content, what):
     file = tmp_path / "config.json"
     if content is not None:
         file.write_text(content)
     refused(tmp_path, file, what)
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    (tmp_path / "config.json").write_text("\ufeff" + json.dumps(QWEN_27B))
+    assert ModelConfig.from_hf(tmp_path) == preset("qwen3_8_27b")
+
+
+# --- Keys that are not read ---
+
+PROVENANCE = [
+    ("unsloth_fixed_mtp", True),
+    ("unsloth_fixed", True),
+    ("unsloth_version", "2026.9.1"),
+    ("_commit_hash", "1d4bf0f2"),
+    ("_comment", ["made", "by hand"]),
+    ("quantized_by", "somebody"),
+    ("license", "apache-2.0"),
+    ("created_at", 1786500000),
+    ("format_version", 2),
+    ("release-date", 20260812),
+    ("training_seed", 7),
+    ("source_repo", {"url": "https://example.org", "private": False, "files": ["a"]}),
+    ("mergekit_method", "slerp"),
+    ("hf_library", None),
+]
+
+
+@pytest.mark.parametrize("key, value", PROVENANCE)
+def test_a_key_that_says_where_the_file_comes_from_is_noted(caplog, key, value):
+    caplog.set_level(logging.INFO)
+    ways = {
+        key: QWEN_27B | {key: value},
+        f"text_config.{key}": QWEN_27B | {"text_config": text(**{key: value})},
+        f"rope_parameters.{key}": QWEN_27B | {"text_config": rope(**{key: value})},
+    }
+    for named, config in ways.items():
+        caplog.clear()
+        assert ModelConfig.from_hf(config) == preset("qwen3_8_27b")
+        (note,) = config_notes(config)
+        assert note.startswith(f"config.json: {named} ({value!r}") and caplog.messages == [note]
+    assert config_notes(QWEN_27B) == []
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("a_key_of_tomorrow", 1),
+        ("a_key_of_tomorrow", "new"),
+        ("a_key_of_tomorrow", True),
+        ("unsloth_fixed_mtp", 2),  # a number may be a size
+        ("unsloth_options", {"alpha": [0.5]}),
+        ("mergekit_weights", [1, 2]),
+        ("unsloth_rope_fix", True),  # a word of an architecture
+        ("_attn_logit_softcapping", 30.0),
+        ("attention_version", "2"),
+        ("norm_source", "previous"),
+        ("merged_residual", True),
+        ("position_embedding_type", "alibi"),
+        ("num_nextn_predict_layers", 1),
+        ("embedding_multiplier", 2.0),
+        ("auto_map", {"AutoModelForCausalLM": "modeling.Other"}),
+        ("qkv_bias", True),
+        ("pruned_heads", {"3": [0]}),
+    ],
+)
+def test_a_key_that_may_change_the_computation_is_refused(key, value):
+    for config in (text(**{key: value}), QWEN_27B | {key: value}, QWEN_27B | {"text_config": text(**{key: value})}):
+        refused(config, key, value)
+    refused(rope(**{key: value}), f"rope_parameters.{key}", value)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("audio_token_id", 248076),
+        ("image_token_index", 248056),
+        ("hidden_dropout", 0.1),
+        ("num_beams", 4),
+        ("temperature", 0.7),
+        ("_attn_implementation", "sdpa"),
+        ("transformers.js_config", {"kv_cache_dtype": {"fp16": "float16"}}),
+        ("vision_config", {"depth": 99, "a_key_of_tomorrow": [1.5], "unsloth_fixed_mtp": True}),
+        ("base_model", "Qwen/Qwen3.8-27B"),
+        ("mlp_bias", False),
+        ("quantization_config", {}),
+    ],
+)
+def test_a_key_that_is_known_not_to_matter(key, value):
+    for config in (text(**{key: value}), QWEN_27B | {key: value}):
+        assert ModelConfig.from_hf(config) == preset("qwen3_8_27b") and config_notes(config) == []
+
+
+def test_copies_of_the_text_models_keys_outside_it_must_agree():
+    """Some tools write them there too; what is only outside is not the text model's, but for two of them."""
+    assert ModelConfig.from_hf(QWEN_27B | {"vocab_size": 248320, "mtp_num_hidden_layers": 1}) == preset("qwen3_8_27b")
+    refused(QWEN_27B | {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers", "1 in text_config", "0 outside")
+    refused(QWEN_27B | {"hidden_size": 4096}, "hidden_size", "5120 in text_config", "4096 outside")
+    refused(QWEN_27B | {"hidden_size": 4096, "text_config": text(hidden_size="absent")}, "hidden_size", "4096 outside")
+    without = QWEN_27B | {"text_config": text(mtp_num_hidden_layers="absent")}
+    assert ModelConfig.from_hf(without).mtp_layers == 0
+    assert ModelConfig.from_hf(without | {"mtp_num_hidden_layers": 1}).mtp_layers == 1
 
 
 # --- EngineConfig ---

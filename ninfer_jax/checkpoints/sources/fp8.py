@@ -1,44 +1,33 @@
-"""Block-scaled FP8: e4m3 weights and, in `NAME_scale_inv`, what each block of 128 x 128 is to be multiplied with."""
+"""Block-scaled FP8: e4m3 weights and, in `NAME_scale_inv`, what each block of 128 x 128 is to be multiplied with.
+
+The scales are floats, or exponents (ue8m0): float8_e8m0fnu, or their bytes as uint8 where `scale_fmt` says so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from ninfer_jax.checkpoints.safetensors_file import CheckpointError, TensorInfo
+from ninfer_jax.checkpoints.sources.grid import FLOATS, Grid, blocks_of
 from ninfer_jax.checkpoints.sources.plain import plain_tensors
-from ninfer_jax.checkpoints.sources.source import SourceTensor, mapped
+from ninfer_jax.checkpoints.sources.source import SourceTensor
 
 SUFFIX = "_scale_inv"
-_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-
-
-class BlockFP8(SourceTensor):
-    def __init__(self, weight: TensorInfo, scale: TensorInfo, block: tuple[int, int]):
-        self._weight, self._scale, self._block = weight, scale, block
-        self.shape, self.nbytes = weight.shape, weight.nbytes + scale.nbytes
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        high, wide = self._block
-        rows = mapped(self._scale)[start // high : -(-stop // high)].astype(np.float32)
-        rows = rows[np.arange(start, stop) // high - start // high]
-        values = _VALUES[mapped(self._weight)[start:stop]]
-        for column in range(rows.shape[1]):
-            values[:, column * wide : (column + 1) * wide] *= rows[:, column, None]
-        return values
 
 
 def fp8_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any]) -> dict[str, SourceTensor]:
     """CheckpointError for FP8 of another kind: e5m2, or one scale a tensor or a channel."""
-    weights = {n: i for n, i in infos.items() if i.dtype.startswith("F8")}
+    weights = {n: i for n, i in infos.items() if i.dtype.startswith("F8") and not n.endswith(SUFFIX)}
     first = next(iter(weights), None)
     given = quantization.get("weight_block_size")
     block = tuple(given) if isinstance(given, list) and len(given) == 2 and all(type(b) is int and b > 0 for b in given) else None
     if first is not None and block is None:
         raise CheckpointError(f"{first}: FP8 without weight_block_size (one scale a tensor or channel) is not supported")
+    named = quantization.get("scale_fmt")
+    if named not in (None, "ue8m0", "float32"):
+        raise CheckpointError(f"{first}: FP8 with scale_fmt {named} is not supported, ue8m0 and float32 are")
+    dtypes = (*FLOATS, "F8_E8M0", *(("U8",) if named == "ue8m0" else ()))
     found: dict[str, SourceTensor] = {}
     rest = dict(infos)
     for name, info in weights.items():
@@ -49,11 +38,12 @@ def fp8_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
             )
         if scale is None:
             raise CheckpointError(f"{name} in {info.file}: FP8 without {name + SUFFIX} is not supported")
-        blocks = tuple(-(-n // b) for n, b in zip(info.shape, block, strict=True))
-        if scale.shape != blocks or scale.dtype not in ("BF16", "F16", "F32"):
+        blocks = blocks_of(info.shape, block)
+        if scale.shape != blocks or scale.dtype not in dtypes:
+            hint = ", and scale_fmt does not say ue8m0" if scale.dtype == "U8" and named != "ue8m0" else ""
             raise CheckpointError(
-                f"{name + SUFFIX} in {scale.file} is {scale.dtype} {list(scale.shape)}, needed are floats {list(blocks)}"
+                f"{name + SUFFIX} in {scale.file} is {scale.dtype} {list(scale.shape)}, needed are floats {list(blocks)}{hint}"
             )
-        found[name] = BlockFP8(info, scale, block)
+        found[name] = Grid(info, scale, block)
         del rest[name]
     return found | plain_tensors(rest)

@@ -3,6 +3,9 @@
 What that conversion does: zero-centred norms become 1 + w, A_log becomes -exp(A_log), the convolution loses its middle
 axis, the MTP layer becomes block `layers`, and whatever runs over value heads is reordered. Here value heads that share a
 key head lie side by side (head v of key head k is k * ratio + v); there they are `v * key heads + k`, "tiled".
+
+Files that Ollama made are alike but for a few names: `ssm_dt` has no `.bias`, the vision tower is in the same file (`v.*`,
+skipped), and older ones have the MTP layer under the checkpoint's own `mtp.*`, whose three outer norms stay as they are.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ _BLOCK = {
     "ssm_beta.weight": "linear_attn.in_proj_b.weight",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_dt": "linear_attn.dt_bias",
     "ssm_conv1d.weight": "linear_attn.conv1d.weight",
     "ssm_norm.weight": "linear_attn.norm.weight",
     "ssm_out.weight": "linear_attn.out_proj.weight",
@@ -48,20 +52,25 @@ _MTP = {
     "nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
     "nextn.shared_head_norm.weight": "mtp.norm.weight",
 }
+_OUTER = frozenset(_MTP.values())
+VISION = ("v.", "mm.")
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Key and value heads of the delta-rule layers, and their sizes."""
+    """Key and value heads of the delta-rule layers, and their sizes. tiled: whether the file has value heads so."""
 
     keys: int
     values: int
     key_dim: int
     value_dim: int
+    tiled: bool = True
 
     def order(self, size: int) -> np.ndarray:
         """For each row of value heads in the model's order, `size` rows a head, where the file has it."""
-        heads = np.arange(self.values).reshape(self.values // self.keys, self.keys).T.reshape(-1)
+        heads = np.arange(self.values)
+        if self.tiled:
+            heads = heads.reshape(self.values // self.keys, self.keys).T.reshape(-1)
         return (heads[:, None] * size + np.arange(size)).reshape(-1)
 
 
@@ -69,6 +78,11 @@ def model_name(name: str, layers: int) -> str | None:
     """The canonical name of a GGUF tensor, None if there is none."""
     if name in _TOP:
         return _TOP[name]
+    if name in _OUTER:
+        return name
+    if name.startswith("mtp.layers."):
+        number, _, rest = name.removeprefix("mtp.layers.").partition(".")
+        return f"mtp.layers.{number}.{_BLOCK[rest]}" if rest in _BLOCK else None
     head, _, rest = name.partition(".")
     number, _, rest = rest.partition(".")
     if head != "blk" or not number.isdecimal():
@@ -91,7 +105,7 @@ class GGUFTensor(SourceTensor):
         self._name = name.rpartition("linear_attn.")[2]
         self.shape = (stored[0], 1, *stored[1:]) if self._name == "conv1d.weight" else stored
         norm = name.endswith(("norm.weight", "norm_embedding.weight", "norm_hidden.weight"))
-        self._norm = norm and "linear_attn." not in name
+        self._norm = norm and "linear_attn." not in name and found.name not in _OUTER
         self._rows = _row_order(self._name, self.shape[0], heads) if "linear_attn." in name else None
         self._columns = heads.order(heads.value_dim) if self._name == "out_proj.weight" else None
         if found.tensor_type == gguf.GGMLQuantizationType.Q4_0 and (self._columns is None or heads.value_dim % 32 == 0):
@@ -142,11 +156,14 @@ def _row_order(name: str, rows: int, heads: Heads) -> np.ndarray | None:
 
 
 def gguf_tensors(readers: Mapping[Path, gguf.GGUFReader], layers: int, heads: Heads) -> dict[str, SourceTensor]:
-    """CheckpointError for a tensor that the model has no name for, one held twice, and a type that is not decoded."""
+    """All but those of the vision tower. CheckpointError for a tensor that the model has no name for, one held twice, and a
+    type that is not decoded."""
     found: dict[str, SourceTensor] = {}
     decoded: set[gguf.GGMLQuantizationType] = set()
     for file, reader in readers.items():
         for tensor in reader.tensors:
+            if tensor.name.startswith(VISION):
+                continue
             name = model_name(tensor.name, layers)
             if name is None:
                 raise CheckpointError(f"{tensor.name} in {file}: the model has no such tensor")

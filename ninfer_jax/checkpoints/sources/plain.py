@@ -25,6 +25,6 @@ def plain_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, SourceTensor]:
         if info.dtype not in SOURCE_DTYPES:
             raise CheckpointError(
                 f"{name} in {info.file} is {info.dtype} and belongs to no format known here: {', '.join(SOURCE_DTYPES)}, "
-                "block-scaled FP8, GPTQ or AutoRound int4, compressed-tensors int4, GGUF"
+                "block-scaled FP8, GPTQ and AutoRound in 4 or 8 bits, compressed-tensors, GGUF"
             )
     return {name: Plain(info) for name, info in infos.items()}
