@@ -53,6 +53,7 @@ def _installed(module: str) -> bool:
 
 
 def require_tools() -> None:
+    """RuntimeError, with what to install, where a part of the compiler is missing."""
     missing = missing_tools()
     if missing:
         raise RuntimeError(f"compiling for a card needs {', '.join(missing)}; {_INSTALL}")
@@ -151,7 +152,7 @@ def compile_for(
 
 
 def compile_lowered(lowered: jax.stages.Lowered, dump_to: str | Path | None = None) -> jax.stages.Compiled:
-    """What `lower_for` lowered, compiled; `dump_to` as in `compile_for`."""
+    """The compiled program of what `lower_for` gave; `dump_to` as in `compile_for`."""
     options = dict(launch.COMPILER_OPTIONS)
     if dump_to is not None:
         options["xla_dump_to"] = str(dump_to)

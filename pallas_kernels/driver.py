@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says of itself and of the first visible card, JAX neither started nor asked."""
+"""Versions of the NVIDIA driver, and facts of the first visible card, by its own words: JAX is neither started nor asked."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the compiler made of a function: per kernel its launches, registers, spills, shared memory and machine code.
+"""A compiled function, read: per kernel its launches, registers, spills, shared memory and machine code.
 
 `report(fn, args, target)` compiles without a GPU (`deviceless`), assembles the PTX that XLA dumped with the same
 `ptxas`, and disassembles it. Kernels of `jax_triton` never pass through XLA's compiler; theirs is in the program itself.
-Everything here is compiled fact; times come only from `lab.model`.
+Everything here is compiled fact; times are modelled, in `lab.rows`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from pallas_kernels.kv_codecs import Packed, decode_stored, encode, packed_struct
 from pallas_kernels.kv_formats import PAGE
 
+NEVER = -1e30  # an attention score below every real one; finite, so that a page that is masked whole gives no NaN
+
 
 class KVPages(NamedTuple):
     """Packed keys and values of one layer, leaves `[pages, kv_heads, 64, ...]`; bfloat16 codes as uint16 words."""

@@ -114,6 +114,10 @@ def dot(a: jax.Array, b: jax.Array, *, exact: bool = False) -> jax.Array:
     )
 
 
+# `lop3.b32` tables for the PTX of `packed`: (a & b) | c, (a & b) ^ c, and a ? b : c bit by bit.
+AND_OR, AND_XOR, SELECT = 0xEA, 0x6A, 0xCA
+
+
 def packed(asm: str, twin: Callable[..., jax.Array], *args: jax.Array, dtype: Any, interpret: bool, pack: int = 2) -> jax.Array:
     """PTX on `pack` neighbouring elements at a time, as 32-bit registers: `$0` the result, `$1`... the arguments.
 
@@ -172,7 +176,7 @@ _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform
 
 @contextlib.contextmanager
 def lowering_for(platform: str) -> Iterator[None]:
-    """What is traced in here will be compiled for `platform`, "cpu" or "cuda"."""
+    """A context in which whatever is traced will be compiled for `platform`, "cpu" or "cuda"."""
     token = _platform.set(platform)
     try:
         with quiet():
@@ -190,6 +194,7 @@ def quiet() -> Iterator[None]:
 
 
 def is_power_of_two(n: int) -> bool:
+    """Whether n is 1, 2, 4, ..."""
     return n > 0 and n & (n - 1) == 0
 
 

@@ -34,11 +34,12 @@ class Case:
 
     @property
     def slots(self) -> int:
+        """Slots of the call, empty ones included."""
         return len(self.filled)
 
     @property
     def dtype(self) -> Any:
-        """Of the projections and the result."""
+        """Type of the projections and the result."""
         return jnp.float32 if self.format == "f32" else jnp.bfloat16
 
     def arguments(self) -> list[Any]:
@@ -80,15 +81,18 @@ class Case:
         ]
 
     def reference(self, *arguments: Any) -> jax.Array:
+        """The result in plain jnp."""
         return reference.decode_attention(*arguments, format=self.format)
 
     @property
     def allowed_error(self) -> float:
+        """Largest relative error against `reference`."""
         # Of bf16, 2.8e-3 are the roundings of result, gate and product; the reference's gate is rounded more often.
         return 1e-5 if self.format == "f32" else 4.5e-3
 
     @property
     def pages_walked(self) -> int:
+        """Pages read, of all slots."""
         return sum(-(-count // PAGE) for count in self.filled)
 
     @property
@@ -108,12 +112,13 @@ class Case:
         return self.slots * self.rows * self.heads * HEAD_DIM * (4 + 2 * size)
 
     def moved_bytes(self, report: Any) -> int:
-        """What is touched of the arguments, and the splits' sums written and read. Blocks re-read q from L2."""
+        """Bytes that are touched of the arguments, and the splits' sums written and read. Blocks re-read q from L2."""
         scratch = report.temporary_bytes
         return self.ideal_bytes + 2 * scratch
 
     @property
     def multiply_adds(self) -> int:
+        """Multiply-adds of tensor cores, whole instructions counted."""
         return 2048 * self.tensor_ops()
 
     def tensor_ops(self) -> int:

@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.decode_attention import tiles
-from pallas_kernels.decode_attention.merge import NEVER, merge
+from pallas_kernels.decode_attention.merge import merge
 from pallas_kernels.kv_codecs import check_format, uses_rotation
-from pallas_kernels.kv_pages import PAGE, KVPages
+from pallas_kernels.kv_pages import NEVER, PAGE, KVPages
 
 MOST_COLUMNS = 40  # rows x query heads of a KV head that fit in a thread's registers
 _WIDEST = 32
@@ -85,7 +85,8 @@ def decode_attention(
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """As the package's `decode_attention`; head_dim 256 and at most 40 rows x query heads per KV head (ValueError)."""
+    """The package's `decode_attention` in two launches; head_dim 256 and at most 40 rows x query heads per KV head, or
+    ValueError."""
     slots, rows, heads, head_dim = q.shape
     kv_heads = pool.k.codes.shape[1]
     if reason := unfit(q.shape, kv_heads, format):
@@ -129,6 +130,7 @@ class SplitShape:
 
     @property
     def columns(self) -> int:
+        """(row, query head) pairs of a block."""
         return self.rows * self.group
 
     @property
@@ -137,10 +139,12 @@ class SplitShape:
         return {"bf16": PAGE // 2, "f32": PAGE // 4}.get(self.format, PAGE)
 
     def dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """a @ b with float32 sums; on tensor cores, but for float32 pages."""
         return launch.dot(a, b, exact=self.format == "f32")
 
 
 def _split_kernel(q_ref: Any, *refs: Any, shape: SplitShape) -> None:
+    """Sums, tops and totals of one split of one slot and KV head, for all rows and query heads that share it."""
     *leaves, table, positions, filled, sums_ref, tops_ref, totals_ref = refs
     k, ks, v, vs = leaves if len(leaves) == 4 else (leaves[0], None, leaves[1], None)
     split, head, slot = (pl.program_id(i) for i in range(3))
@@ -151,6 +155,7 @@ def _split_kernel(q_ref: Any, *refs: Any, shape: SplitShape) -> None:
 
     @pl.when(mine > 0)
     def _() -> None:
+        # The columns in blocks of tensor-core width, with their queries and the last token that each sees.
         at, blocks = 0, []
         for width in column_widths(shape.columns):
             blocks.append(_Columns(at + jnp.arange(width), shape))
@@ -170,15 +175,19 @@ def _split_kernel(q_ref: Any, *refs: Any, shape: SplitShape) -> None:
             # The next page is looked up a step ahead: loads through a table entry would not run ahead otherwise.
             page, states = carry
             following = page_of(i + 1)
+            # Where the step's tokens stand in the slot, and in the pool.
             turn, start = place(i)
             token = turn * PAGE + start + jnp.arange(shape.tokens)
             index = (page, head, start)
+            # Scores K q. Codes are loaded once and unpacked for each block of columns, see `tiles._own`.
             stored = tiles.load_keys(k, ks, index, shape.format, shape.tokens)
             keys = [tiles.key_tiles(stored, shape.format, use, shape.interpret) for use in range(len(blocks))]
             scores = _scores(keys, queries, shape)
+            # Weights under each column's new maximum, and the factor which that puts on its sums so far.
             softmax = [
                 _online(s, token[:, None] <= end[None], *state[:2]) for s, end, state in zip(scores, last, states, strict=True)
             ]
+            # Sums: V^T p is added, a tile of dims at a time.
             stored = tiles.load_values(v, vs, index, token < count, shape.format, shape.tokens)
             new = []
             for use, ((top, total, shrink, p), (_, _, sums)) in enumerate(zip(softmax, states, strict=True)):
@@ -189,6 +198,7 @@ def _split_kernel(q_ref: Any, *refs: Any, shape: SplitShape) -> None:
 
         states = tuple(b.start(tiles.value_heights(shape.format)) for b in blocks)
         _, states = jax.lax.fori_loop(0, mine * parts, step, (page_of(jnp.int32(0)), states))
+        # What `merge` needs of a split. Dims go from the order of their tiles to the natural one.
         for b, (top, total, sums) in zip(blocks, states, strict=True):
             lead = (slot, head, split)
             launch.store(tops_ref, (*lead, b.index), top, b.exists)
@@ -208,6 +218,7 @@ class _Columns:
         self.exists = index < shape.columns
 
     def mask(self, height: int) -> jax.Array:
+        """bool `[height, columns]`: the columns that exist."""
         return jnp.broadcast_to(self.exists[None], (height, self.index.shape[0]))
 
     def load(self, positions: Any, slot: jax.Array) -> jax.Array:
@@ -236,7 +247,7 @@ class _Columns:
 
 def _scores(keys: list[tiles.Keys], queries: list[list[jax.Array]], shape: SplitShape) -> list[jax.Array]:
     """`[tokens, columns]` for each block of columns. An unpacked tile serves all of them before the next is made."""
-    parts = tiles.query_parts(shape.format)
+    parts = tiles.query_parts(shape.format)  # 2: a query's high and low half are columns of their own, added at the end
     scores = [jnp.zeros((shape.tokens, q[0].shape[1]), jnp.float32) for q in queries]
     for i in range(len(queries[0])):
         for n, (own, q) in enumerate(zip(keys, queries, strict=True)):
@@ -254,6 +265,7 @@ def _online(
     """
     scores = jnp.where(visible, scores, NEVER)
     new_top = jnp.maximum(top, jnp.max(scores, axis=0))
+    # Masked again: where a row has seen nothing yet, new_top is NEVER as well and the exponent says nothing.
     p = jnp.where(visible, jnp.exp2(scores - (new_top - _LIFT)[None]), 0.0)
     shrink = jnp.exp2(top - new_top)
     lanes, _, columns = total.shape

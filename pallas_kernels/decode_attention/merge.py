@@ -15,8 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.kv_codecs.formats import ROTATION_GROUP as GROUP
-
-NEVER = -1e30  # a score below every real one; finite, so that a fully masked page gives no NaN
+from pallas_kernels.kv_pages import NEVER
 
 
 def merge(
@@ -73,12 +72,15 @@ def _merge_kernel(
     head, at = part // (head_dim // GROUP), part % (head_dim // GROUP) * GROUP
     kv_head, column = head // group, row * group + head % group
 
+    # The splits that walked a page; the others' memory was never written and is not read.
     split = jnp.arange(pl.next_power_of_2(splits))
     pages = (launch.load(filled_ref, (slot,)) + page - 1) // page
     written = split < jnp.minimum(pages, splits)
+    # Each split's sums are relative to its own largest score: bring them to the largest of all.
     top = launch.load(tops_ref, (slot, kv_head, split, column), written, NEVER)
     weight = jnp.exp2(top - jnp.max(top))
     total = jnp.sum(weight * launch.load(totals_ref, (slot, kv_head, split, column), written, 0.0))
+    # Their sum over the total, one fixed tree over splits. An empty slot has total 0 and gets zeros.
     dims = at + jnp.arange(GROUP)
     parts = launch.load(
         sums_ref,
@@ -89,6 +91,7 @@ def _merge_kernel(
     out = jnp.sum(parts * weight[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
     if rotated:
         out = _hadamard(out)
+    # Times the sigmoid of the gate, whose columns follow the query's; each factor is rounded to the result's type first.
     dtype = projected_ref.dtype
     line = slot * rows + row
     gate = launch.load(projected_ref, (line, (2 * head + 1) * head_dim + dims)).astype(jnp.float32)
@@ -98,6 +101,7 @@ def _merge_kernel(
 
 def _hadamard(x: jax.Array) -> jax.Array:
     """H64 @ x for float32 `x [64]`: entry (i, j) is (-1)^(bits that i and j share) / 8, Sylvester's order."""
+    # Signs follow from the two indices. Folding by 4, 2 and 1 leaves the parity of six bits in the lowest one.
     shared = jax.lax.broadcasted_iota(jnp.int32, (GROUP, GROUP), 0) & jax.lax.broadcasted_iota(jnp.int32, (GROUP, GROUP), 1)
     for step in (4, 2, 1):
         shared ^= shared >> step

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_append.reference import gates
 from pallas_kernels.kv_codecs import rotate, uses_rotation
-from pallas_kernels.kv_pages import PAGE, KVPages, load_block
+from pallas_kernels.kv_pages import NEVER, PAGE, KVPages, load_block
 
 BLOCK_PAGES = 4
-_NEVER = -1e30  # a score below every real one; finite, so that a fully masked block gives no NaN
 
 
 def decode_attention(
     q: jax.Array, projected: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Array, filled: jax.Array, *, format: str
 ) -> jax.Array:
+    """`decode_attention.decode_attention` in plain jnp."""
     slots, rows, query_heads, head_dim = q.shape
     out = attend(q, pool, table, positions, filled, format).reshape(slots * rows, query_heads, head_dim)
     gated = out.astype(projected.dtype) * jax.nn.sigmoid(gates(projected, query_heads, head_dim))
@@ -50,7 +50,7 @@ def _one_slot(q: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Arra
         return tuple(_row(q[r], k, v, token <= last[r], *carry[r]) for r in range(rows))
 
     start = (
-        jnp.full((kv_heads, group), _NEVER, jnp.float32),
+        jnp.full((kv_heads, group), NEVER, jnp.float32),
         jnp.zeros((kv_heads, group), jnp.float32),
         jnp.zeros((kv_heads, group, head_dim), jnp.float32),
     )
@@ -61,7 +61,7 @@ def _one_slot(q: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Arra
 def _row(
     q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, top: jax.Array, total: jax.Array, acc: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    scores = jnp.where(visible, _scores(q, k), _NEVER)
+    scores = jnp.where(visible, _scores(q, k), NEVER)
     new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
     p = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
     shrink = jnp.exp(top - new_top)

@@ -22,14 +22,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.kv_codecs.formats import SCALE_GROUP, WORD_DIMS, layout_of
+from pallas_kernels.kv_codecs.formats import ROTATION_GROUP, SCALE_GROUP, WORD_DIMS, layout_of
 from pallas_kernels.kv_codecs.scale_byte import decode_scales
 
 HEAD_DIM = 256
 WORDS = HEAD_DIM // WORD_DIMS
-GROUP = 64  # dims under one int8 scale
-
-_AND_OR, _AND_XOR = 0xEA, 0x6A  # lop3 tables of (a & b) | c and (a & b) ^ c
+GROUP = ROTATION_GROUP  # dims under one int8 scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +116,11 @@ def key_tiles(stored: Stored, format: str, use: int, interpret: bool) -> Keys:
     kind = layout_of(format, "k").kind
     codes = [_own(c, use, interpret) for c in stored.codes]
     if kind in ("int4", "e8"):
+        # A tile a nibble, 32 dims each. The scale goes in here: code x scale is exact in fp16.
         scale = scale_pairs(_own(stored.scales[0], use, interpret), interpret)
         return Keys([_from_operand_order(p, 1) for p in unpack_words(codes[0], scale, kind == "e8", interpret)])
     if kind == "int8":
+        # A tile a scale, 64 dims each. Scales are left for the sums: code x scale would be rounded.
         return Keys([_from_operand_order(c, 4).astype(jnp.float16) for c in codes], [s.astype(jnp.float32) for s in stored.scales])
     return Keys([_float(codes[0])])
 
@@ -150,13 +150,16 @@ def value_tiles(stored: Stored, format: str, use: int, interpret: bool) -> list[
     codes = _own(stored.codes[0], use, interpret)
     tokens = codes.shape[0]
     if kind in ("int4", "e8"):
+        # Turned as words, before they are unpacked to four times the bytes. Two nibbles make a tile of 64 dims.
         scale = scale_pairs(_own(stored.scales[0], use, interpret).T, interpret)
         planes = unpack_words(codes.T, scale, kind == "e8", interpret)
         return [_interleave(planes[i : i + 2]) for i in range(0, WORD_DIMS, 2)]
     if kind == "int8":
+        # The product sums over tokens, and each has scales of its own: they go in here, and the values are rounded to bf16.
         scale = _own(stored.scales[0], use, interpret).astype(jnp.float32)
         scale = jnp.broadcast_to(scale[:, :, None], (tokens, HEAD_DIM // GROUP, GROUP)).reshape(tokens, HEAD_DIM)
         values = (codes.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+        # Rows in the order in which a thread's loads hold them, see `value_dims`.
         return [values.reshape(tokens, 4, 8, 4, 2).transpose(3, 1, 4, 2, 0).reshape(HEAD_DIM, tokens)]
     return [_float(codes).T]
 
@@ -207,17 +210,20 @@ def scale_pairs(scale_bytes: jax.Array, interpret: bool) -> jax.Array:
 
     asm = (
         "{ .reg .b32 t, s; and.b32 t, $1, 0x007F007F; shl.b32 t, t, 7; add.u32 t, t, 0x14001400;"  # exponent + 5
-        f"shl.b32 s, $1, 8; lop3.b32 $0, s, 0x80008000, t, {_AND_OR:#x}; }}"
+        f"shl.b32 s, $1, 8; lop3.b32 $0, s, 0x80008000, t, {launch.AND_OR:#x}; }}"
     )
     return launch.packed(asm, twin, scale_bytes, dtype=jnp.float16, interpret=interpret)
 
 
 # Bit 28 becomes the parity of the other seven low bits: it is flipped if all eight together are odd.
 _PARITY = (
-    f"{{ .reg .b32 t; and.b32 t, $1, 0x11111111; popc.b32 t, t; shl.b32 t, t, 28;lop3.b32 $0, t, 0x10000000, $1, {_AND_XOR:#x}; }}"
+    "{ .reg .b32 t; and.b32 t, $1, 0x11111111; popc.b32 t, t; shl.b32 t, t, 28;"
+    f"lop3.b32 $0, t, 0x10000000, $1, {launch.AND_XOR:#x}; }}"
 )
 # 512 + the half bit of two words.
-_HALF = f"{{ .reg .b32 t; prmt.b32 t, $1, $2, 0x7632; shr.u32 t, t, 12;lop3.b32 $0, t, 0x00010001, 0x60006000, {_AND_OR:#x}; }}"
+_HALF = (
+    f"{{ .reg .b32 t; prmt.b32 t, $1, $2, 0x7632; shr.u32 t, t, 12;lop3.b32 $0, t, 0x00010001, 0x60006000, {launch.AND_OR:#x}; }}"
+)
 
 
 def _parity_twin(words: jax.Array) -> jax.Array:
@@ -237,7 +243,7 @@ def _plane_asm(i: int, lattice: bool) -> str:
     return (
         "{ .reg .b32 t, o, z; mov.b32 o, 0xE010E010; mov.b32 z, 0x80008000;"  # -520, -0
         f"prmt.b32 t, $1, $2, {halves}; {shift}"
-        f"lop3.b32 t, t, 0x001E001E, {'$3' if lattice else '0x60006000'}, {_AND_OR:#x};"
+        f"lop3.b32 t, t, 0x001E001E, {'$3' if lattice else '0x60006000'}, {launch.AND_OR:#x};"
         f"fma.rn.f16x2 o, {scale}, o, z; fma.rn.f16x2 $0, t, {scale}, o; }}"
     )
 
@@ -263,7 +269,7 @@ def _from_operand_order(x: jax.Array, steps: int) -> jax.Array:
 
 
 def _in_operand_order(index: jax.Array, steps: int) -> jax.Array:
-    """Which column of `x` each column of `_from_operand_order(x, steps)` is."""
+    """The column of `x` that each column of `_from_operand_order(x, steps)` is."""
     low, thread, high = index % 2, index // 2 % 4, index // 8 % 2
     step, block = index // 16 % steps, index // (16 * steps)
     return (((block * 4 + thread) * steps + step) * 2 + high) * 2 + low
@@ -277,4 +283,5 @@ def _interleave(planes: list[jax.Array]) -> jax.Array:
 
 
 def _float(values: jax.Array) -> jax.Array:
+    """Values of float pages; bfloat16 ones are stored as uint16 words."""
     return jax.lax.bitcast_convert_type(values, jnp.bfloat16) if values.dtype.itemsize == 2 else values

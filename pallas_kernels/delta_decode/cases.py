@@ -17,7 +17,7 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """What a call's shapes follow from, for decode and fold alike."""
+    """Sizes that a call's shapes follow from, for decode and fold alike."""
 
     name: str
     slots: int
@@ -68,12 +68,12 @@ class Heads:
 
     @property
     def conv_bytes(self) -> int:
-        """Of a window of every slot."""
+        """Bytes of one window per slot."""
         return 2 * self.slots * (self.width - 1) * self.channels
 
     @property
     def raw_bytes(self) -> int:
-        """Of the convolution inputs of a pass."""
+        """Bytes of the convolution inputs of a pass."""
         return 2 * self.tokens * self.channels
 
     @property
@@ -82,7 +82,7 @@ class Heads:
         return 4 * self.tokens * self.layout.columns
 
     def ring_bytes(self) -> tuple[int, int]:
-        """Of both rings whole: raw inputs and records."""
+        """Bytes of both rings whole: raw inputs and records."""
         return 2 * self.slots * self.ring * self.channels, 4 * self.slots * self.ring * self.layout.columns
 
     @property
@@ -94,7 +94,7 @@ class Heads:
         return 0
 
     def other_trips(self) -> tuple[int, ...]:
-        """Of the loop over the rows that wait."""
+        """Passes of the loop over the rows that wait."""
         return (self.rows,)
 
     def sample_records(self, key: jax.Array) -> jax.Array:
@@ -164,7 +164,7 @@ class Case(Heads):
         return 2 * self.state_bytes + inputs + weights + rings + 2 * self.tokens * self.inner
 
     def moved_bytes(self, report: Any) -> int:
-        """Of the rings a call reads and writes parts."""
+        """Bytes of what is touched: of the rings a call reads and writes parts."""
         raw, records = self.ring_bytes()
         touched = self.conv_bytes + self.raw_bytes + 2 * self.record_bytes
         return rows.moved_bytes(report) - 2 * (raw + records) + touched

@@ -54,7 +54,7 @@ def delta_decode(
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """As `delta_decode.delta_decode`, whose checks this relies on: out, and conv, recurrent and records in place.
+    """`delta_decode.delta_decode` in one launch: out, and conv, recurrent and records in place. Its checks are relied on.
 
     ValueError: rows outside 1..6, Dk or Dv that a block cannot hold.
     """
@@ -83,6 +83,7 @@ def delta_decode(
 
 
 def _decode_kernel(*refs: Any, shape: DecodeShape) -> None:
+    """The round of one value head of one slot: rows that wait, then all new rows one after another."""
     # What changes in place is read through the outputs, which share its memory: reads and writes keep their order.
     projected, ab, _, _, _, start, count, taps, a_log, dt_bias, norm, out, conv, recurrent, records = refs
     head, slot = pl.program_id(0), pl.program_id(1)
@@ -90,6 +91,7 @@ def _decode_kernel(*refs: Any, shape: DecodeShape) -> None:
     begin, pending = launch.load(start, slot), launch.load(count, slot)
     own = pl.ds(head * shape.layout.value_dim, shape.layout.value_dim)
 
+    # A slot that takes no part: its rows of `out` exist and get zeros, its state and rings are not touched.
     @pl.when(pending < 0)
     def _() -> None:
         for row in range(shape.rows):
@@ -104,6 +106,7 @@ def _decode_kernel(*refs: Any, shape: DecodeShape) -> None:
         pairs, vs = _inputs(projected, conv, taps, slot, head, at, shape)
         gates = [_decay_and_beta(ab, a_log, dt_bias, first + row, head, shape) for row in range(shape.rows)]
 
+        # What was accepted enters S, which goes back to memory only if that changed it: new rows may yet be rejected.
         state = replay(state, records, slot, begin, accepted, head, shape.layout, shape.interpret)
 
         @pl.when(accepted > 0)
@@ -111,8 +114,10 @@ def _decode_kernel(*refs: Any, shape: DecodeShape) -> None:
             step.store_state(recurrent, slot, head, state)
 
         for row, (qk, v, (decay, beta)) in enumerate(zip(pairs, vs, gates, strict=True)):
+            # The record first: from here on the row is as replay will see it, k and v in float32.
             v = v.astype(jnp.float32)
             shape.layout.store(records, slot, jax.lax.rem(at + row, shape.ring), head, qk, v, decay, beta)
+            # One step of the delta rule, then S^T q of the state after it.
             k = step.column_pair(qk, shape.layout.value_dim)[1]
             u = step.update(state, k, v, decay, beta, shape.interpret)
             state = step.advance(state, k, u, decay, shape.interpret)
@@ -124,9 +129,10 @@ def _decode_kernel(*refs: Any, shape: DecodeShape) -> None:
 def _inputs(
     projected: Any, conv: Any, taps: Any, slot: Any, head: Any, at: Any, shape: DecodeShape
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Of every row: q in row 0 and k in row 1, L2 norm 1, `[2, Dk]`, one element a thread for both; v `[Dv]`. Their raw
-    inputs go into the ring, those of q and k by one head of those that share them."""
+    """q and k of every row, L2 norm 1, as the two rows of `[2, Dk]` (one element a thread for both); and its v `[Dv]`. Their
+    raw inputs go into the ring, those of q and k by one head of those that share them."""
     layout = shape.layout
+    # The channels of this head: q and k of its key head, and its own v.
     key_head = head // layout.share
     pair = jnp.arange(2)[:, None] * layout.keys + key_head * layout.key_dim + jnp.arange(layout.key_dim)[None]
     own = 2 * layout.keys + head * layout.value_dim + jnp.arange(layout.value_dim)
@@ -141,6 +147,7 @@ def _convolve(
 ) -> list[jax.Array]:
     """SiLU of the causal convolution of `channels` for every row: float32 like `channels`, rounded as projected is. The
     window starts at row `at` of the ring, its raw inputs go behind it where `writes` (None: everywhere)."""
+    # The window before the round, and the new raw inputs, which go behind it for the rounds to come.
     ring, kept = shape.ring, shape.width - 1
     raw = [launch.load(conv, (slot, jax.lax.rem(at + i, ring), channels)) for i in range(kept)]
     fresh = [launch.load(projected, (slot * shape.rows + row, channels)) for row in range(shape.rows)]
@@ -148,6 +155,7 @@ def _convolve(
         launch.store(conv, (slot, jax.lax.rem(at + kept + row, ring), channels), x, writes)
     raw = [x.astype(jnp.float32) for x in (*raw, *fresh)]
     weights = [launch.load(taps, (channels, 0, tap)) for tap in range(shape.width)]
+    # A chain of multiply-adds over the taps, in one order for every number of rows.
     mixed = []
     for row in range(shape.rows):
         total = step.product(raw[row], weights[0], shape.interpret)

@@ -34,6 +34,7 @@ def delta_decode(
     rows: int,
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`delta_decode.delta_decode` in plain jnp."""
     slots, value_heads, key_dim, value_dim = recurrent.shape
     kept = taps.shape[2] - 1
     channels = conv.shape[2]

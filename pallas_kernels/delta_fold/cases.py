@@ -53,7 +53,7 @@ class Case(Heads):
         return 2 * (self.state_bytes + self.conv_bytes) + self.record_bytes
 
     def moved_bytes(self, report: Any) -> int:
-        """Of the rings a call touches parts."""
+        """Bytes of what is touched: of the rings a call touches parts."""
         raw, records = self.ring_bytes()
         return rows.moved_bytes(report) - 2 * (raw - self.conv_bytes) - (records - self.record_bytes)
 

@@ -30,7 +30,7 @@ def delta_fold(
     width: int,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `delta_fold.delta_fold`, whose checks this relies on. ValueError: Dk or Dv that a block cannot hold."""
+    """`delta_fold.delta_fold` in one launch; its checks are relied on. ValueError: Dk or Dv that a block cannot hold."""
     slots, value_heads, key_dim, value_dim = recurrent.shape
     step.check_head("delta_fold", key_dim, value_dim)
     key_heads = (conv.shape[2] - value_heads * value_dim) // (2 * key_dim)
@@ -54,17 +54,20 @@ def delta_fold(
 
 
 def _fold_kernel(*refs: Any, layout: Layout, width: int, interpret: bool) -> None:
+    """One value head of one slot: its state, and the window of its channels."""
     # The states are read through the outputs, which share their memory: reads and writes keep their order.
     _, _, records, starts, counts, recurrent, conv = refs
     head, slot = pl.program_id(0), pl.program_id(1)
     start, count = launch.load(starts, slot), launch.load(counts, slot)
 
+    # Where nothing waits, S is neither read nor written.
     @pl.when(count > 0)
     def _() -> None:
         state = step.load_state(recurrent, slot, head)
         state = replay(state, records, slot, start, count, head, layout, interpret)
         step.store_state(recurrent, slot, head, state)
 
+    # The window stands behind the raw inputs of the rows that waited: v of this head, and q and k once for all that share them.
     @pl.when(count >= 0)
     def _() -> None:
         move = functools.partial(_move, conv, slot, start + count, width - 1)

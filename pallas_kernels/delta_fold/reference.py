@@ -12,6 +12,7 @@ from pallas_kernels.delta_rule import Layout, fold_transitions
 def delta_fold(
     recurrent: jax.Array, conv: jax.Array, records: jax.Array, start: jax.Array, count: jax.Array, zero: jax.Array, *, width: int
 ) -> tuple[jax.Array, jax.Array]:
+    """`delta_fold.delta_fold` in plain jnp."""
     _, value_heads, key_dim, value_dim = recurrent.shape
     layout = Layout((conv.shape[2] - value_heads * value_dim) // (2 * key_dim), value_heads, key_dim, value_dim)
     waiting = layout.unpack(ring_read(records, start, records.shape[1]))

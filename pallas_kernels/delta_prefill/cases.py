@@ -94,13 +94,13 @@ class Case:
 
     @property
     def scratch_bytes(self) -> int:
-        """What the launches leave for each other: mixed inputs, block matrices, outputs before the norm; gates and factors."""
+        """Bytes that the launches leave for each other: mixed inputs, block matrices, outputs before the norm; gates, factors."""
         parts = chunk_kernel.W_PARTS + chunk_kernel.M_PARTS
         per_head = 2 * parts * BLOCK + 4 * self.dim + 4 * 3 + 4 * 3
         return self.tokens * (2 * self.channels + self.value_heads * per_head + 4 * 2 * self.key_heads)
 
     def moved_bytes(self, report: Any) -> int:
-        """As the lab counts, less the states of the other slots, which no launch touches."""
+        """Bytes as the lab counts them, less the states of the other slots, which no launch touches."""
         return rows.moved_bytes(report) - 2 * (self.slots - 1) * self.slot_bytes
 
     def tensor_ops_by_launch(self) -> dict[str, int]:
@@ -119,7 +119,7 @@ class Case:
 
     @property
     def multiply_adds(self) -> int:
-        """On tensor cores, all launches: parts count each."""
+        """Multiply-adds on tensor cores, all launches: parts count each."""
         return MMA * sum(self.tensor_ops_by_launch().values())
 
 

@@ -68,6 +68,7 @@ def _kernel(
     key_dim: int,
     value_heads: int,
 ) -> None:
+    """W, M and the factors of one block of one value head, by the formulas above."""
     head, block = pl.program_id(0), pl.program_id(1)
     rows = pl.ds(block * BLOCK, BLOCK)
     q_head = head // (value_heads // key_heads)
@@ -75,14 +76,17 @@ def _kernel(
 
     @pl.when(block * BLOCK < launch.load(count_ref, 0))
     def _block() -> None:
+        # G and beta of the block's tokens, its raw q and k, and 1 / |q| / sqrt(key_dim) and 1 / |k|.
         before, beta = (launch.load(gate_ref, (kind, head, rows)) for kind in (BEFORE, BETA))
         q, k = (launch.load(mixed_ref, (rows, pl.ds(which * key_dim, key_dim))) for which in (q_head, k_head))
         q_length, k_length = (launch.load(length_ref, (which, rows)) for which in (q_head, k_head))
         q_length *= key_dim**-0.5
+        # D, with the columns' 1 / |k| in it.
         row, column = _row_column()
         # Masked before exp: above the diagonal the difference may overflow.
         decay = jnp.exp(jnp.where(row >= column, before[:, None] - before[None], -jnp.inf)) * k_length[None]
 
+        # T from A, then W and M, split into bf16 parts for the products with R.
         inverse = unit_lower_inverse(launch.dot(k, k.T) * decay * (beta * k_length)[:, None])
         t = inverse * beta[None]
         written = jnp.exp(launch.load(gate_ref, (AFTER, head, rows))) * k_length
@@ -91,6 +95,7 @@ def _kernel(
         for i, part in enumerate(parts.split(t * written[:, None], W_PARTS) + parts.split(m, M_PARTS)):
             launch.store(matrix_ref, (block, head, i, slice(None), slice(None)), part)
 
+        # What scales reads of S by row, and S itself from block to block.
         grown = jnp.exp(before)
         for kind, factor in ((READ_K, grown * k_length), (READ_Q, grown * q_length), (DECAY, grown)):
             launch.store(factor_ref, (block, head, kind, slice(None)), factor)

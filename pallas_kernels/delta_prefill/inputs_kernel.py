@@ -87,6 +87,7 @@ def _kernel(
     dim: int,
     interpret: bool,
 ) -> None:
+    """One head of q, k or v, or its share of channels, for a block of tokens."""
     out = Inputs(*refs)
     slot, count = launch.load(slot_ref, 0), launch.load(count_ref, 0)
     _, value_heads, _ = out.gates.shape
@@ -101,6 +102,7 @@ def _kernel(
         new = launch.load(x_ref, (row, column), wanted & (row >= 0))
         return jnp.where(row < 0, launch.load(conv_ref, (slot, row + width - 1, column), wanted & (row < 0)), new)
 
+    # The causal convolution, tap by tap, its SiLU, and the rounding that the model has there. Padding becomes zeros.
     total = jnp.zeros((BLOCK, dim), jnp.float32)
     for tap in range(width):
         x = raw(row - (width - 1 - tap), column, jnp.broadcast_to(row < count, total.shape))
@@ -108,11 +110,13 @@ def _kernel(
     mixed = round_bf16(jax.nn.silu(total), interpret)
     launch.store(out.mixed, (rows, pl.ds(first, dim)), mixed)
 
+    # 1 / |x| of q and k: a factor of rows and columns later, so that products take the bf16 numbers as they are.
     @pl.when(head < 2 * key_heads)
     def _lengths() -> None:
         x = mixed.astype(jnp.float32)
         launch.store(out.lengths, (head, rows), jax.lax.rsqrt(jnp.sum(x * x, axis=1) + L2_EPS))
 
+    # Gates of value head `head`; g = beta = 0 makes padding no token to the delta rule.
     @pl.when(head < value_heads)
     def _gates() -> None:
         valid = start + jnp.arange(BLOCK) < count
@@ -120,12 +124,14 @@ def _kernel(
         b = launch.load(ab_ref, (rows, value_heads + head)).astype(jnp.float32)
         rate, bias = jnp.exp(launch.load(a_log_ref, head)), launch.load(dt_bias_ref, head)
         g = jnp.where(valid, -rate * jax.nn.softplus(a + bias), 0.0)
+        # Sums of g up to each token, its own included, and of what follows: as masked sums of a square, in one fixed order.
         g = jnp.broadcast_to(g[None], (BLOCK, BLOCK))
         before = jax.lax.broadcasted_iota(jnp.int32, g.shape, 1) <= jax.lax.broadcasted_iota(jnp.int32, g.shape, 0)
         launch.store(out.gates, (BETA, head, rows), jnp.where(valid, jax.nn.sigmoid(b), 0.0))
         launch.store(out.gates, (BEFORE, head, rows), jnp.sum(jnp.where(before, g, 0.0), axis=1))
         launch.store(out.gates, (AFTER, head, rows), jnp.sum(jnp.where(before, 0.0, g), axis=1))
 
+    # The window that the next chunk begins with, once for each channel.
     @pl.when(start == 0)
     def _window() -> None:
         # A row of one token at a time: 1-D, as it is stored.

@@ -41,8 +41,8 @@ def delta_prefill(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `delta_prefill.delta_prefill`, whose checks this relies on; projected and conv in bf16, key and value dims of one
-    size, 64 or 128; slot and count within their bounds.
+    """`delta_prefill.delta_prefill` in four launches; its checks are relied on. projected and conv in bf16, key and value
+    dims of one size, 64 or 128; slot and count within their bounds.
 
     Output rows from token `count` on are zeros. Cutting a sequence at multiples of 64 changes no bit of the states.
     """

@@ -57,6 +57,7 @@ def gated_norm(
 def _kernel(
     out_ref: Any, projected_ref: Any, norm_ref: Any, count_ref: Any, result_ref: Any, *, eps: float, config: Config, interpret: bool
 ) -> None:
+    """Some tokens of one head; `out` comes transposed from the state's launch."""
     dim, width = norm_ref.shape[0], out_ref.shape[0]
     head, start = pl.program_id(0), pl.program_id(1) * config.tokens
     rows, columns = pl.ds(start, config.tokens), pl.ds(head * dim, dim)

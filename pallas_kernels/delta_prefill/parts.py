@@ -43,7 +43,7 @@ def dot(a: Sequence[jax.Array], b: Sequence[jax.Array], start: jax.Array | None 
 
 
 def dots(a: int, b: int) -> int:
-    """How many tensor-core products `dot` makes of `a` parts times `b` parts."""
+    """Tensor-core products that `dot` makes of `a` parts times `b` parts."""
     depth = max(a, b)
     return sum(i + j < depth for i in range(a) for j in range(b))
 

@@ -23,6 +23,7 @@ def delta_prefill(
     *,
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`delta_prefill.delta_prefill` in plain jnp; output rows of padding are anything finite."""
     _, value_heads, key_dim, value_dim = recurrent.shape
     channels = conv.shape[-1]
     key_heads = (channels - value_heads * value_dim) // (2 * key_dim)

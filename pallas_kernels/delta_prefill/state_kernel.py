@@ -82,6 +82,7 @@ def _kernel(
     key_heads: int,
     config: Config,
 ) -> None:
+    """All blocks of tokens, in order, for some value dims of one head."""
     _, value_heads, key_dim, value_dim = old_ref.shape
     head = pl.program_id(1)
     at = pl.program_id(0) * config.columns
@@ -105,6 +106,8 @@ def _kernel(
         def factor(kind: int) -> jax.Array:
             return launch.load(factor_ref, (n, head, kind, slice(None)))[None]
 
+        # (K S)^T and (Q S)^T, a slice of key dims at a time. S counts with three bf16 parts for k, which feeds the state, and
+        # with two for q, which only outputs see.
         q, k = keys(key_head), keys(key_heads + key_head)
         read_k = read_q = None
         for s, q_part, k_part in zip(state, q, k, strict=True):
@@ -112,14 +115,17 @@ def _kernel(
             read_k = parts.dot(s, [k_part.T], read_k)
             read_q = parts.dot(s[:2], [q_part.T], read_q)
         assert read_k is not None and read_q is not None  # a head has a slice of keys at least
+        # R^T = V^T - e^G (K S)^T, and the outputs e^G (Q S)^T + (M R)^T.
         v = launch.load(mixed_ref, (rows, values)).T.astype(jnp.float32)
         r = parts.split(v - read_k * factor(READ_K), 3)
         out = parts.dot(r[:M_PARTS], matrix(W_PARTS, M_PARTS), read_q * factor(READ_Q))
         launch.store(out_ref, (pl.ds(head * value_dim + at, config.columns), rows), out)
+        # S^T <- e^G_end S^T + (W R)^T K, slice by slice.
         written = parts.split(parts.dot(r, matrix(0, W_PARTS)), 3)
         shrink = launch.load(factor_ref, (n, head, DECAY, BLOCK - 1))
         return tuple(parts.dot(written, [k_part], s * shrink) for s, k_part in zip(state, k, strict=True))
 
+    # The state of the slot is read once, and written once after the last block.
     state = tuple(launch.load(old_ref, where(start)).T for start in slices)
     # Blocks of padding alone are left out: they would change nothing but the sign of a zero.
     state = jax.lax.fori_loop(0, (count + BLOCK - 1) // BLOCK, step, state)

@@ -1,4 +1,4 @@
-"""What comes before the delta rule: causal depthwise convolution, the q/k/v split, L2 norms and the two gates."""
+"""Inputs of the delta rule: causal depthwise convolution, the q/k/v split, L2 norms and the two gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verify pass leaves of its rows until the accepted ones enter the state: a ring of records a slot.
+"""Records of a verify pass: what it leaves of its rows until the accepted ones enter the state, in a ring a slot.
 
 A row of the ring is one row of a pass, flat: k of every key head, v of every value head, decay and beta of every value
 head, float32 (`delta_rule.Transitions` in one array). The rows that a pass reads (accepted by the one before) and those
@@ -27,7 +27,7 @@ def ring_rows(rows: int, width: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the numbers of a record stand."""
+    """Columns of the numbers of a record."""
 
     key_heads: int
     value_heads: int
@@ -36,19 +36,22 @@ class Layout:
 
     @property
     def keys(self) -> int:
+        """Columns of k, of all key heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
+        """Columns of v, of all value heads."""
         return self.value_heads * self.value_dim
 
     @property
     def columns(self) -> int:
+        """Columns of a record: k, v, and decay and beta of every value head."""
         return self.keys + self.values + 2 * self.value_heads
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k and v."""
+        """Channels of the convolution: q, k and v."""
         return 2 * self.keys + self.values
 
     @property
@@ -62,7 +65,7 @@ class Layout:
         return jnp.concatenate([x.reshape(*lead, -1) for x in rows], axis=-1)
 
     def unpack(self, records: jax.Array) -> Transitions:
-        """Of records `[slots, rows, columns]`."""
+        """The parts of records `[slots, rows, columns]`."""
         lead = records.shape[:2]
         ends = (self.keys, self.keys + self.values, self.keys + self.values + self.value_heads)
         k, v, decay, beta = jnp.split(records, ends, axis=-1)
@@ -98,7 +101,7 @@ def replay(
     ring = ref.shape[1]
 
     def load(row: Any) -> tuple[jax.Array, ...]:
-        # Behind the last row any will do that no other block may be writing.
+        # One row is asked for too many: the last one again, since another block may be writing the one behind it.
         return layout.load(ref, slot, jax.lax.rem(start + ring + jnp.minimum(row, count - 1), ring), head)
 
     def one(row: Any, carry: tuple) -> tuple:

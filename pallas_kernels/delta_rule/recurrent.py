@@ -67,10 +67,12 @@ def replay_rows(
 
 
 def _row(transitions: Transitions, row: int | jax.Array) -> Transitions:
+    """One row of every slot, without the rows axis."""
     return Transitions(*(x[:, row] for x in transitions))
 
 
 def _step(state: jax.Array, row: Transitions, zero: jax.Array) -> jax.Array:
+    """decay S + k u^T, both products rounded before they are added."""
     k, decay, u = _update(state, row, zero)
     return rounded(decay[..., None] * state, zero) + rounded(k[..., None] * u[..., None, :], zero)
 

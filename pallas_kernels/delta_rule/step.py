@@ -59,6 +59,7 @@ def load_state(ref: Any, slot: Any, head: Any) -> Chunks:
 
 
 def store_state(ref: Any, slot: Any, head: Any, state: Chunks) -> None:
+    """`state` to where `load_state` has it from."""
     for i, chunk in enumerate(state):
         launch.store(ref, (slot, head, pl.ds(i * WARPS, WARPS), pl.ds(0, chunk.shape[1])), chunk)
 
@@ -72,6 +73,7 @@ def columns(x: jax.Array, value_dim: int) -> Chunks:
 def column_pair(pair: jax.Array, value_dim: int) -> tuple[Chunks, Chunks]:
     """`columns` of both rows of `[2, key_dim]`."""
     key_dim = pair.shape[1]
+    # Repeated as one array, so that q and k of a column lie in one thread, and split after that.
     wide = jnp.broadcast_to(pair[:, :, None], (2, key_dim, value_dim))
     halves = [half.reshape(key_dim, value_dim) for half in jax.lax.split(wide, (1, 1), axis=0)]
     first, second = (tuple(jax.lax.split(half, (WARPS,) * (key_dim // WARPS), axis=0)) for half in halves)
@@ -80,6 +82,7 @@ def column_pair(pair: jax.Array, value_dim: int) -> tuple[Chunks, Chunks]:
 
 def read_out(state: Chunks, x: Chunks, interpret: bool) -> jax.Array:
     """S^T x `[value_dim]`, x from `columns`."""
+    # A chain over the chunks first, within threads; only its end crosses them.
     total = product(state[0], x[0], interpret)
     for s, column in zip(state[1:], x[1:], strict=True):
         total = multiply_add(s, column, total, interpret)

@@ -44,6 +44,7 @@ class Case:
 
     @property
     def pages(self) -> int:
+        """Pages of the pool, page 0 included."""
         return self.pages_per_slot + 1
 
     def arguments(self) -> list[Any]:
@@ -89,6 +90,7 @@ class Case:
         ]
 
     def reference(self, *arguments: Any) -> tuple[jax.Array, KVPages]:
+        """The result in plain jnp."""
         return reference.attention_inputs(*arguments, format=self.format, eps=EPS)
 
     @property
@@ -118,6 +120,7 @@ class Case:
         return rows.moved_bytes(report) - gates - tables - both_pools + self.written_bytes
 
     def tensor_ops(self) -> int:
+        """None: nothing is multiplied by a matrix."""
         return 0
 
 

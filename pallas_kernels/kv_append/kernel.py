@@ -19,15 +19,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.kv_codecs import formats, uses_rotation
+from pallas_kernels.kv_codecs.constants import COST_SHIFT, FREE_BIT, LARGEST_CODE, LARGEST_FP16, LIMIT, LOW_BITS, ONE
 from pallas_kernels.kv_codecs.scale_byte import decode_scales, nearest_magnitude
 from pallas_kernels.kv_pages import PAGE, KVPages
 
-_ONE = 1 << 12  # one code step in the encoder's fixed point, and the limits of scaled values, as in kv_codecs.four_bit
-_LIMIT = 10.5 * _ONE
-_COST_SHIFT = 4
-_LOW_BITS = 0x11111111  # lowest bit of every nibble of a word
-_FREE_BIT = 28  # where an E8 word keeps its coset
-_LARGEST_FP16 = 65504.0
 # 1.5 * 2^23: adding it to a float32 leaves the nearest integer in the low bits.
 _ROUND, _ROUND_BITS = 12582912.0, 0x4B400000
 
@@ -56,7 +51,7 @@ def attention_inputs(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, KVPages]:
-    """As `kv_append.attention_inputs`, whose checks this relies on. Donate the pool, or it is copied.
+    """`kv_append.attention_inputs` in one launch; its checks are relied on. Donate the pool, or it is copied.
 
     ValueError where head_dim or the number of rotary pairs is not a power of two.
     """
@@ -97,7 +92,7 @@ class Shape:
     interpret: bool
 
     def column(self, head: Any) -> Any:
-        """Where a head's vector starts in a row of `projected`; a query is followed by its gate."""
+        """The column of `projected` at which a head's vector starts; a query is followed by its gate."""
         behind_gates = (head + self.query_heads) * self.dims
         return jnp.where(head < self.query_heads, 2 * head * self.dims, behind_gates)
 
@@ -116,6 +111,7 @@ def _shape(
 
 
 def _kernel(*refs: Any, shape: Shape, tree: Any) -> None:
+    """A few tokens of one head: of a query head into q, of a key or value head into the pool."""
     projected, q_norm, k_norm, cos, sin, table, positions, *rest = refs
     q_ref, *leaves = rest[tree.num_leaves :]  # the pool's inputs are its outputs
     pool = jax.tree.unflatten(tree, leaves)
@@ -125,6 +121,7 @@ def _kernel(*refs: Any, shape: Shape, tree: Any) -> None:
     is_query = head < shape.query_heads
     is_key = jnp.logical_not(is_query) & (head < shape.query_heads + shape.kv_heads)
 
+    # Every block goes a key's way, norm and rotary embedding; then a query is scaled, and a value is the raw numbers again.
     dim = jax.lax.broadcasted_iota(jnp.int32, (shape.rows, shape.dims), 1)
     raw = launch.load(projected, (row[:, None], shape.column(head) + dim), inside[:, None])
     x = _normed(raw, q_norm, k_norm, is_query, is_key, shape)
@@ -140,6 +137,7 @@ def _kernel(*refs: Any, shape: Shape, tree: Any) -> None:
     @pl.when(jnp.logical_not(is_query))
     def _() -> None:
         page, offset = _place(table, positions, row, inside, shape)
+        # One encoder serves both where K and V are stored alike.
         kinds = [formats.layout_of(shape.format, part).kind for part in formats.PARTS]
         encode = functools.partial(encode_block, x, interpret=shape.interpret)
         both = encode(kinds[0]) if kinds[0] == kinds[1] else None
@@ -198,11 +196,13 @@ def _place(table: Any, positions: Any, row: jax.Array, inside: jax.Array, shape:
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """x as float32, rounded to `dtype` on the way."""
     return x.astype(dtype).astype(jnp.float32)
 
 
 def _partner(x: jax.Array, stride: int) -> jax.Array:
-    """Of x `[rows, dims]` float32 the element `stride` dims further in a pair's first half, or back in its second.
+    """The other element of each pair of x `[rows, dims]` float32: `stride` dims further in a pair's first half, or back in
+    its second.
 
     The sum of both bit patterns less one's own, as wrapping integers: exact. Within a thread it compiles to nothing.
     """
@@ -244,25 +244,30 @@ def _reciprocal(x: jax.Array, interpret: bool) -> jax.Array:
 
 
 def _encode_int8(x: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """int8 codes `[rows, dims]` and float16 scales `[rows, dims / 64]`, with the bits of `kv_codecs`."""
     groups = x.reshape(x.shape[0], -1, formats.ROTATION_GROUP)
-    scales = jnp.minimum(jnp.max(jnp.abs(groups), -1) * (1 / 127), _LARGEST_FP16).astype(jnp.float16)
+    scales = jnp.minimum(jnp.max(jnp.abs(groups), -1) * (1 / LARGEST_CODE), LARGEST_FP16).astype(jnp.float16)
     scale = scales.astype(jnp.float32)
+    # By the scale as it is stored. A group of zeros, or nearly, has scale 0 and codes 0.
     inverse = jnp.where(scale > 0, _reciprocal(jnp.where(scale > 0, scale, 1), interpret), 0)
-    codes = _nearest_integer(jnp.clip(groups * inverse[..., None], -127, 127))
+    codes = _nearest_integer(jnp.clip(groups * inverse[..., None], -LARGEST_CODE, LARGEST_CODE))
     return codes.astype(jnp.int8).reshape(x.shape), scales
 
 
 def _encode_four_bit(x: jax.Array, lattice: bool, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Of three neighbouring scales each group keeps the one with the smallest squared error, with its words."""
+    """Words uint32 `[rows, dims / 8]` and scale bytes uint8 `[rows, dims / 32]`: of three neighbouring scales each group keeps
+    the one with the smallest squared error, the smallest scale on a tie."""
     groups = x.reshape(x.shape[0], -1, formats.SCALE_GROUP)
     high, low = jnp.max(groups, -1), jnp.min(groups, -1)
+    # The largest element goes to code -8, which has no positive twin: the scale takes its sign and an eighth of its size.
     sign = jnp.where(high > -low, 0x80, 0)
     index = nearest_magnitude(jnp.maximum(high, -low) * 0.125)
     best = None
     for neighbour in (-1, 0, 1):
         byte = jnp.clip(index + neighbour, 0, 127) | sign
         scale = decode_scales(byte)
-        steps = jnp.clip(groups * (_ONE * _reciprocal(scale, interpret))[..., None], -_LIMIT, _LIMIT)
+        # In fixed point from here on: integer sums come out the same in any order.
+        steps = jnp.clip(groups * (ONE * _reciprocal(scale, interpret))[..., None], -LIMIT, LIMIT)
         octets = _nearest_integer(steps).reshape(*groups.shape[:2], -1, formats.WORD_DIMS)
         words, cost = (_nearest_e8 if lattice else _nearest_int4)(octets)
         error = jnp.sum(cost, -1).astype(jnp.float32) * (scale * scale)
@@ -276,6 +281,7 @@ def _encode_four_bit(x: jax.Array, lattice: bool, interpret: bool) -> tuple[jax.
 
 
 def _select(choose: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """new where `choose` holds for its group, else old."""
     return jnp.where(choose if new.ndim == choose.ndim else choose[..., None], new, old)
 
 
@@ -285,31 +291,35 @@ def _lane(octets: jax.Array) -> jax.Array:
 
 def _round_codes(target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Nearest codes in [-8, 7] of fixed-point `target [..., 8]`, what they miss, and the codes' words `[...]`."""
-    codes = jnp.clip((target + _ONE // 2) >> 12, -8, 7)
+    codes = jnp.clip((target + ONE // 2) >> 12, -8, 7)
     words = jnp.sum((codes + 8) << (4 * _lane(codes)), -1, dtype=jnp.int32)
-    return codes, target - codes * _ONE, words
+    return codes, target - codes * ONE, words
 
 
 def _nearest_int4(octets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Words `[...]` of fixed-point octets `[..., 8]` and their squared errors in 2^-20 squared steps."""
     _, miss, words = _round_codes(octets)
-    return words, jnp.sum((miss * miss) >> _COST_SHIFT, -1, dtype=jnp.int32)
+    return words, jnp.sum((miss * miss) >> COST_SHIFT, -1, dtype=jnp.int32)
 
 
 def _nearest_e8(octets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `_nearest_int4` for the nearest E8 codewords; see kv_codecs.four_bit for the search."""
+    """Words and squared errors of the nearest E8 codewords, as `_nearest_int4`; kv_codecs.four_bit explains the search."""
     found = []
     for coset in (0, 1):
-        codes, miss, words = _round_codes(octets - coset * (_ONE // 2))
+        # Every dim to its own nearest code of this coset, and the direction in which its second nearest lies.
+        codes, miss, words = _round_codes(octets - coset * (ONE // 2))
         up = ((miss >= 0) & (codes != 7)) | (codes == -8)
         # What a move by one gains, and below it the dim and the direction: the maximum is unique and tells all.
         gain = jnp.where(up, miss, -miss) * 16 + _lane(codes) * 2 + up.astype(jnp.int32)
         best = jnp.max(gain, -1)
-        odd = jax.lax.population_count(words & _LOW_BITS) & 1
+        # If the codes' sum is odd, the dim that loses least moves by one, as an addition to its nibble of the word.
+        odd = jax.lax.population_count(words & LOW_BITS) & 1
         move = ((best & 1) * 2 - 1) << ((best >> 1 & 7) * 4)
-        words = (words + odd * move) & ~(1 << _FREE_BIT) | coset << _FREE_BIT
-        error = jnp.sum(miss * miss, -1, dtype=jnp.int32) + odd * (_ONE * _ONE - 2 * _ONE * (best >> 4))
+        words = (words + odd * move) & ~(1 << FREE_BIT) | coset << FREE_BIT
+        # (miss - 1)^2 = miss^2 + 1 - 2 miss, in steps.
+        error = jnp.sum(miss * miss, -1, dtype=jnp.int32) + odd * (ONE * ONE - 2 * ONE * (best >> 4))
         found.append((words, error))
+    # The nearer of the two cosets; the integer one on a tie.
     (words, error), (half_words, half_error) = found
     words = jnp.where(half_error < error, half_words, words)
-    return words, jnp.minimum(error, half_error) >> _COST_SHIFT
+    return words, jnp.minimum(error, half_error) >> COST_SHIFT

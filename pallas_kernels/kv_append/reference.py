@@ -64,6 +64,7 @@ def attention_inputs(
     format: str,
     eps: float,
 ) -> tuple[jax.Array, KVPages]:
+    """`kv_append.attention_inputs` in plain jnp."""
     kv_heads = jax.tree.leaves(pool.k)[0].shape[1]
     heads = split_heads(projected, q_norm, k_norm, cos, sin, kv_heads, eps)
     pool = append(pool, heads.k, heads.v, table, positions, format)

@@ -3,11 +3,10 @@
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.kv_codecs.constants import LARGEST_CODE, LARGEST_FP16
 from pallas_kernels.kv_codecs.formats import ROTATION_GROUP, Packed, layout_of
 from pallas_kernels.kv_codecs.four_bit import decode_four_bit, encode_four_bit
 from pallas_kernels.kv_codecs.rotation import rotate
-
-_LARGEST_FP16 = 65504.0
 
 
 def encode(x: Array, format: str, part: str = "k") -> Packed:
@@ -52,11 +51,11 @@ def _encode_int8(stored: Array) -> tuple[Array, Array]:
     """Codes in [-127, 127] and one float16 scale, largest magnitude / 127, per 64 dims."""
     groups = stored.reshape(*stored.shape[:-1], -1, ROTATION_GROUP)
     largest = jnp.max(jnp.abs(groups), -1)
-    scales = jnp.minimum(largest * (1 / 127), _LARGEST_FP16).astype(jnp.float16)
+    scales = jnp.minimum(largest * (1 / LARGEST_CODE), LARGEST_FP16).astype(jnp.float16)
     # Codes use the scale as stored. It is zero under about 3.8e-6 (half the smallest float16 times 127); so are the codes then.
     scale = scales.astype(jnp.float32)
     inverse = jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
-    codes = jnp.clip(jnp.round(groups * inverse[..., None]), -127, 127).astype(jnp.int8)
+    codes = jnp.clip(jnp.round(groups * inverse[..., None]), -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
     return codes.reshape(stored.shape), scales
 
 

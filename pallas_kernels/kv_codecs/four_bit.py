@@ -19,29 +19,22 @@ summation nor on fused multiply-adds, so a vector gets the same bits alone or am
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.kv_codecs.constants import COST_SHIFT, FREE_BIT, LIMIT, ONE, OTHER_LOW_BITS
 from pallas_kernels.kv_codecs.formats import SCALE_GROUP, WORD_DIMS
 from pallas_kernels.kv_codecs.scale_byte import candidate_bytes, decode_scales
-
-_ONE = 1 << 12  # one code step in fixed point
-# Scaled values are limited to +-10.5 steps. Codes end at -8 and 7.5 and unsaturated groups stay within 9.5, so this only
-# touches values that are clipped anyway; it keeps the squared error of an octet, 8 * (3.5 * 2^12)^2, inside an int32.
-_LIMIT = 10.5 * _ONE
-_COST_SHIFT = 4  # squared errors are divided by 16 before 32 of them are added, again to fit an int32
-_FREE_BIT = 28  # lowest bit of nibble 7
-_LOW_BITS = 0x01111111  # lowest bits of nibbles 0..6
 
 
 def _fixed_point(groups: Array, scales: Array) -> Array:
     """`groups / scales` in 2^-12 steps, int32, for groups `[..., 32]` and scales `[...]`."""
-    steps = groups * (_ONE / scales)[..., None]
-    return jnp.round(jnp.clip(steps, -_LIMIT, _LIMIT)).astype(jnp.int32)
+    steps = groups * (ONE / scales)[..., None]
+    return jnp.round(jnp.clip(steps, -LIMIT, LIMIT)).astype(jnp.int32)
 
 
 def _round_int4(steps: Array) -> tuple[Array, Array]:
     """Nearest int4 code of each fixed-point value `[..., 32]`, and the squared error `[...]` in 2^-20 squared steps."""
-    codes = jnp.clip((steps + _ONE // 2) >> 12, -8, 7)
-    miss = steps - codes * _ONE
-    return codes, jnp.sum((miss * miss) >> _COST_SHIFT, -1)
+    codes = jnp.clip((steps + ONE // 2) >> 12, -8, 7)
+    miss = steps - codes * ONE
+    return codes, jnp.sum((miss * miss) >> COST_SHIFT, -1)
 
 
 def _nearest_e8(steps: Array) -> tuple[Array, Array, Array]:
@@ -52,16 +45,16 @@ def _nearest_e8(steps: Array) -> tuple[Array, Array, Array]:
     only move inwards, even if its value lies outside.
     """
     coset = jnp.arange(2)[:, None]
-    target = steps[..., None, :] - coset * (_ONE // 2)  # [..., coset, 8]
-    codes = jnp.clip((target + _ONE // 2) >> 12, -8, 7)
-    miss = target - codes * _ONE
+    target = steps[..., None, :] - coset * (ONE // 2)  # [..., coset, 8]
+    codes = jnp.clip((target + ONE // 2) >> 12, -8, 7)
+    miss = target - codes * ONE
     odd = jnp.sum(codes, -1) & 1
     move = jnp.where(codes == 7, -1, jnp.where(codes == -8, 1, jnp.where(miss >= 0, 1, -1)))
     # Moving by `move` adds 1 - 2 * move * miss to the squared error. The dim's index below the gain makes the maximum unique.
     gain = move * miss * WORD_DIMS + jnp.arange(WORD_DIMS)
     best_gain = gain.max(-1)
     codes = jnp.where((gain == best_gain[..., None]) & (odd == 1)[..., None], codes + move, codes)
-    error = jnp.sum(miss * miss, -1) + odd * (_ONE * _ONE - 2 * _ONE * (best_gain >> 3))
+    error = jnp.sum(miss * miss, -1) + odd * (ONE * ONE - 2 * ONE * (best_gain >> 3))
     use_half = error[..., 1] < error[..., 0]
     nearest = jnp.where(use_half[..., None], codes[..., 1, :], codes[..., 0, :])
     return nearest, use_half.astype(jnp.int32), error.min(-1)
@@ -75,7 +68,7 @@ def _group_error(steps: Array, lattice: bool) -> Array:
     """Squared error of each group `[..., 32]` of fixed-point values under its nearest codes, float32 `[...]` in 2^-20
     squared steps."""
     if lattice:
-        return jnp.sum(_nearest_e8(_octets(steps))[2] >> _COST_SHIFT, -1).astype(jnp.float32)
+        return jnp.sum(_nearest_e8(_octets(steps))[2] >> COST_SHIFT, -1).astype(jnp.float32)
     return _round_int4(steps)[1].astype(jnp.float32)
 
 
@@ -99,8 +92,8 @@ def encode_four_bit(stored: Array, lattice: bool) -> tuple[Array, Array]:
     steps = _fixed_point(groups, decode_scales(scale_bytes))
     if lattice:
         codes, coset, _ = _nearest_e8(_octets(steps))
-        free_bit = coset.astype(jnp.uint32) << _FREE_BIT
-        words = (_pack(codes) & ~jnp.uint32(1 << _FREE_BIT)) | free_bit
+        free_bit = coset.astype(jnp.uint32) << FREE_BIT
+        words = (_pack(codes) & ~jnp.uint32(1 << FREE_BIT)) | free_bit
     else:
         words = _pack(_octets(_round_int4(steps)[0]))
     return words.reshape(*stored.shape[:-1], -1), scale_bytes
@@ -119,9 +112,9 @@ def decode_four_bit(words: Array, scale_bytes: Array, lattice: bool) -> Array:
     """float32 `[..., dims]` in the stored basis from words `[..., dims / 8]` and scale bytes `[..., dims / 32]`."""
     half = jnp.uint32(0)
     if lattice:
-        half = (words >> _FREE_BIT) & 1
-        parity = lax.population_count(words & _LOW_BITS) & 1
-        words = (words & ~jnp.uint32(1 << _FREE_BIT)) | (parity << _FREE_BIT)
+        half = (words >> FREE_BIT) & 1
+        parity = lax.population_count(words & OTHER_LOW_BITS) & 1
+        words = (words & ~jnp.uint32(1 << FREE_BIT)) | (parity << FREE_BIT)
         half = half[..., None]
     doubled = (((words[..., None] >> _nibble_shifts()) & 15) * 2 + half).astype(jnp.int32) - 16
     codes = doubled.astype(jnp.float32) * 0.5

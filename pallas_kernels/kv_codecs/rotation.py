@@ -1,7 +1,12 @@
 """The orthonormal Hadamard rotation applied to each 64 dims before the `rk*` codes; it spreads outlier channels over their
-group."""
+group.
+
+H64 is Sylvester's matrix, symmetric and its own inverse. Four pieces of code apply it, each where the numbers lie: `rotate`
+here, to arrays; `kv_append.kernel.rotate`, by butterflies between a warp's registers, with the very sums of this one;
+`decode_attention.merge`, as signs of a sum over one vector; `prefill_attention.pages`, as a matrix for tensor cores."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.kv_codecs.formats import ROTATION_GROUP
@@ -13,6 +18,13 @@ def _walsh8(x: Array, axis: int) -> Array:
     for step in (1, 2, 4):
         parts = [parts[i] + parts[i + step] if not i & step else parts[i - step] - parts[i] for i in range(8)]
     return jnp.stack(parts, axis)
+
+
+def hadamard(row: np.ndarray, column: np.ndarray) -> np.ndarray:
+    """Entries of H64, float32: -1 to the number of bits that `row` and `column` (integers 0..63) share, over 8."""
+    shared = row & column
+    parity = sum((shared >> bit for bit in range(6)), np.zeros_like(shared)) & 1
+    return (0.125 - 0.25 * parity).astype(np.float32)
 
 
 def rotate(x: Array) -> Array:

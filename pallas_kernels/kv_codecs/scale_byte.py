@@ -17,14 +17,14 @@ from jax import Array, lax
 
 # A scale byte is the top of a float32: shifting it by 20 puts `eeee mmm` on the float's exponent and mantissa, and adding
 # 127 - 10 to the exponent re-biases it.
-_SHIFT = 20
-_REBIAS = (127 - 10) << 23
+SHIFT = 20
+REBIAS = (127 - 10) << 23
 
 
 def decode_scales(scale_bytes: Array) -> Array:
     """Signed float32 scales of uint8 `scale_bytes`, same shape."""
     bits = scale_bytes.astype(jnp.uint32)
-    return lax.bitcast_convert_type((((bits & 0x7F) << _SHIFT) + _REBIAS) | ((bits & 0x80) << 24), jnp.float32)
+    return lax.bitcast_convert_type((((bits & 0x7F) << SHIFT) + REBIAS) | ((bits & 0x80) << 24), jnp.float32)
 
 
 def nearest_magnitude(size: Array) -> Array:
@@ -34,7 +34,7 @@ def nearest_magnitude(size: Array) -> Array:
     neighbours of an index may be taken first and limited afterwards.
     """
     bits = lax.bitcast_convert_type(size, jnp.int32)
-    return ((bits + (1 << (_SHIFT - 1))) >> _SHIFT) - (_REBIAS >> _SHIFT)
+    return ((bits + (1 << (SHIFT - 1))) >> SHIFT) - (REBIAS >> SHIFT)
 
 
 def candidate_bytes(groups: Array) -> Array:

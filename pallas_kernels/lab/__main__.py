@@ -15,6 +15,7 @@ from pallas_kernels.lab import bench, check, plot, registry, rows, tune, work
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Exit code of one command: 0, 1 where a case failed, 2 where it could not be asked."""
     arguments = _parser().parse_args(argv)
     try:
         return {"list": _list, "report": _report, "check": _check, "bench": _bench, "tune": _tune}[arguments.command](arguments)

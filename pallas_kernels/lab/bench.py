@@ -52,6 +52,7 @@ class Timing:
 
 
 def require_gpu(command: str, instead: str = "") -> None:
+    """RuntimeError where JAX sees no GPU; `instead` ends its line."""
     if jax.default_backend() != "gpu":
         raise RuntimeError(f"{command} needs a GPU, and JAX sees none here (its backend is {jax.default_backend()}){instead}")
 
@@ -115,8 +116,8 @@ class Program:
         return [leaves[i] for i in self.donated], other, leaves[self.shared]
 
     def __call__(self, changing: list[list[Any]], fixed: list[list[Any]], shared: Any) -> tuple[Any, Any]:
-        """Of every copy `changing` and `fixed` as from `split`. Returns the last round's results, and `changing` as the
-        calls left it."""
+        """The last round's results, and `changing` as the calls left it; `changing` and `fixed` as from `split`, of every
+        copy."""
         changing = list(changing)
         for number in range(self.rounds):
             results = []
@@ -154,6 +155,7 @@ def calls_needed(seconds: float, copies: int) -> int:
 
 
 def l2_bytes() -> int:
+    """Bytes of the L2 cache of the device that is there; a guess for an unknown one."""
     known = targets.of_device(jax.devices()[0].device_kind)
     return targets.get(known).l2_bytes if known else UNKNOWN_L2
 

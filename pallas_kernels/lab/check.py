@@ -30,10 +30,12 @@ class Result:
 
 
 def on_gpu() -> bool:
+    """Whether kernels can be run as they are compiled."""
     return jax.default_backend() == "gpu"
 
 
 def cases(ops: list[str] | None = None) -> list[registry.Case]:
+    """Cases to check on this machine: the 27B's on a GPU, their small twins elsewhere."""
     return registry.cases(ops, small=not on_gpu())
 
 
@@ -49,5 +51,6 @@ def run(case: registry.Case, seed: int = 0, config: Any = None) -> Result:
 
 
 def relative_error(got: jax.Array, want: jax.Array) -> float:
+    """|got - want| / |want|, both norms over all numbers."""
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
     return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))

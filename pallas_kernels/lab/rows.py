@@ -137,7 +137,7 @@ def table(rows: list[Row]) -> str:
 
 
 def compare(old: list[dict[str, Any]], new: list[Row]) -> str:
-    """What changed between two reports, one line per field of a case."""
+    """Changes between two reports, one line per field of a case."""
     before = {(r["op"], r["case"], r["target"]): r for r in old}
     lines = []
     for row in new:

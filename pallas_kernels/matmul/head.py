@@ -69,6 +69,7 @@ def block_candidates(
 
 
 def _candidates_kernel(*refs: Any, shape: kernel.DecodeShape, normed: bool, eps: float, keep: int, valid: int) -> None:
+    """The `keep` largest logits of one block of columns, for all rows."""
     x_ref, *rest = refs
     weight_refs, rest = rest[:3], rest[3:]
     norm_ref = rest.pop(0) if normed else None
@@ -78,8 +79,10 @@ def _candidates_kernel(*refs: Any, shape: kernel.DecodeShape, normed: bool, eps:
     (logits,) = kernel.accumulate(x_ref, weight_refs, norm_ref, (at,), shape)
     if normed:
         logits = logits * kernel.inverse_rms(x_ref, eps, shape)[:, None]
+    # Padding and ids that no token has cannot win.
     ids = at + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     logits = jnp.where(ids < valid, logits, -jnp.inf)
+    # The largest, written and taken out, `keep` times over.
     rows = pl.ds(0, kernel.ROWS)
     for i in range(keep):
         best = jnp.max(logits, axis=1)
@@ -134,6 +137,7 @@ def top_k(
 
 
 def _next_power(n: int) -> int:
+    """The least power of two from n on."""
     return 1 << (n - 1).bit_length()
 
 

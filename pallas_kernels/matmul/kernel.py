@@ -36,7 +36,7 @@ class Config:
 
 
 def shape_key(k: int, n: int, bits: int, group: int, norm: bool, swiglu: bool) -> str:
-    """What `tuned` knows a projection's block sizes by: everything that weighs on them, and not the number of rows."""
+    """The key of a projection's block sizes in `tuned`: everything that weighs on them, and not the number of rows."""
     return f"k{k}_n{n}_w{bits}g{group}" + "_norm" * norm + "_swiglu" * swiglu
 
 
@@ -72,7 +72,7 @@ def decode(
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """As `matmul.quantised_linear`, whose checks this relies on; x `[1..16, K]` bf16."""
+    """`matmul.quantised_linear` of x `[1..16, K]` bf16 in one launch; its checks are relied on."""
     rows, _ = x.shape
     n = weight.shape[1] // 2 if swiglu else weight.shape[1]
     config = config or tuned_config(weight, norm is not None, swiglu)
@@ -115,14 +115,16 @@ class DecodeShape:
 
     @property
     def planes(self) -> int:
+        """Codes in a 16-bit word, each of another group of a tile."""
         return 16 // self.bits
 
     @property
     def tile(self) -> int:
+        """Rows of K in a tile, see `quantised`."""
         return self.group * self.planes
 
     def mask(self, at: Any, size: int, limit: int) -> jax.Array | None:
-        """Of a [16, size] block: the rows that exist, and columns below `limit` where the block may overhang."""
+        """bool `[16, size]`: rows that exist, and columns below `limit` where the block may overhang; None where all do."""
         mask = None
         if self.rows < ROWS:
             mask = jax.lax.broadcasted_iota(jnp.int32, (ROWS, size), 0) < self.rows
@@ -137,15 +139,18 @@ class DecodeShape:
 
 
 def _decode_kernel(*refs: Any, shape: DecodeShape, normed: bool, added: bool, eps: float, swiglu: bool) -> None:
+    """The columns of one block, for all rows, with what surrounds the projection."""
     x_ref, *rest = refs
     weight_refs, rest = rest[:3], rest[3:]
     norm_ref = rest.pop(0) if normed else None
     residual_ref = rest.pop(0) if added else None
     (o_ref,) = rest
+    # A SwiGLU block computes a column of gate and the same one of up, which lies N columns further.
     at = pl.program_id(0) * shape.columns
     starts = (at, at + shape.n) if swiglu else (at,)
     sums = accumulate(x_ref, weight_refs, norm_ref, starts, shape)
     if normed:
+        # A row's factor commutes with the product: it multiplies the finished sums.
         factor = inverse_rms(x_ref, eps, shape)[:, None]
         sums = tuple(s * factor for s in sums)
     y = jax.nn.silu(sums[0]) * sums[1] if swiglu else sums[0]
@@ -171,9 +176,11 @@ def accumulate(
         sums, scales = carry
         # A tile ahead, as the compiler does it for words and x: nothing in the loop waits for memory.
         following = load_scales(jnp.minimum(t + 1, tiles - 1))
+        # One word holds a code of each of the tile's groups: the words of a tile are loaded once for all of them.
         blocks = pl.ds(t * (group // 32), group // 32)
         words = [launch.load(w_ref, (blocks, pl.ds(at * 32, columns * 32))) for at in starts]
         for j in range(shape.planes):
+            # Group g of K: its stretch of x, times 1 + w if there is a norm.
             g = shape.planes * t + j
             x = shape.block(x_ref, g * group, group, shape.k)
             if norm_ref is not None:
@@ -182,6 +189,7 @@ def accumulate(
                     inside = g * group + jnp.arange(group) < shape.k
                 w = launch.load(norm_ref, pl.ds(g * group, group), inside)
                 x = unpack.times_one_plus(x, jnp.broadcast_to(w[None], x.shape), shape.interpret)
+            # Its codes become bf16; the product of codes is exact but for its float32 sums, and the scale multiplies those.
             new = []
             for word, scale, total in zip(words, scales, sums, strict=True):
                 codes = unpack.plane(word, shape.bits, j, columns, shape.interpret)
@@ -189,6 +197,7 @@ def accumulate(
             sums = tuple(new)
         return sums, following
 
+    # Tile by tile through all of K, then each column's unit.
     zeros = tuple(jnp.zeros((ROWS, columns), jnp.float32) for _ in starts)
     sums, _ = jax.lax.fori_loop(0, tiles, step, (zeros, load_scales(0)))
     return tuple(s * launch.load(u_ref, pl.ds(at, columns))[None] for s, at in zip(sums, starts, strict=True))

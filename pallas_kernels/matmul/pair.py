@@ -34,7 +34,8 @@ def decode(
     config: kernel.Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `matmul.quantised_linear_pair`, whose checks this relies on; x `[1..16, K]` bf16. config: of the wide one's blocks."""
+    """`matmul.quantised_linear_pair` of x `[1..16, K]` bf16 in one launch; its checks are relied on. config: of the wide one's
+    blocks."""
     config = config or kernel.default_config(wide.shape[1], wide.group, False)
     if COLUMNS % config.columns:
         raise ValueError(f"decode: {config.columns} columns a block must divide {COLUMNS}, the padding of weights")
@@ -60,9 +61,11 @@ def decode(
 
 
 def _pair_kernel(*refs: Any, shapes: Sequence[kernel.DecodeShape], normed: bool, eps: float) -> None:
+    """One block of one of the two projections, which is decided by its number."""
     x_ref, *rest = refs
     norm_ref = rest[6] if normed else None
     block = pl.program_id(0)
+    # The first `before` blocks are the narrow one's. Both branches are compiled, each block takes one.
     before = -(-shapes[0].n // shapes[0].columns)
     parts = ((block < before, block, rest[:3], rest[-2]), (block >= before, block - before, rest[3:6], rest[-1]))
     for shape, (mine, index, weight_refs, o_ref) in zip(shapes, parts, strict=True):
@@ -72,6 +75,7 @@ def _pair_kernel(*refs: Any, shapes: Sequence[kernel.DecodeShape], normed: bool,
 def _part(
     x_ref: Any, weight_refs: Sequence[Any], norm_ref: Any, o_ref: Any, at: Any, shape: kernel.DecodeShape, eps: float
 ) -> None:
+    """Columns from `at` on of one projection, with the very steps of `kernel.decode`."""
     (y,) = kernel.accumulate(x_ref, weight_refs, norm_ref, (at,), shape)
     if norm_ref is not None:
         y = y * kernel.inverse_rms(x_ref, eps, shape)[:, None]

@@ -64,7 +64,7 @@ def prefill(
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """As `matmul.quantised_linear` without the norm; x `[rows, K]` bf16."""
+    """`matmul.quantised_linear` without the norm, x `[rows, K]` bf16 of any number of rows."""
     rows = x.shape[0]
     n = weight.shape[1] // 2 if swiglu else weight.shape[1]
     config = config or default_config(swiglu)
@@ -109,6 +109,7 @@ def _prefill_kernel(
     added: bool,
     interpret: bool,
 ) -> None:
+    """One block of rows and columns: all of K in its registers' sums."""
     x_ref, *rest = refs
     xs_ref = rest.pop(0) if route == "int8" else None
     w_ref, s_ref, u_ref, *rest = rest
@@ -131,6 +132,7 @@ def _prefill_kernel(
         return launch.load(ref, (pl.ds(row, config.rows), pl.ds(at, width)), mask)
 
     def step(t: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # A tile of the weight: words with a code of each of its groups, and their scales.
         blocks = pl.ds(t * (group // 32), group // 32)
         words = [launch.load(w_ref, (blocks, pl.ds(at * 32, config.columns * 32))) for at in starts]
         scales = [launch.load(s_ref, (t, pl.ds(at, config.columns))) for at in starts]
@@ -141,13 +143,16 @@ def _prefill_kernel(
             for word, packed, total in zip(words, scales, sums, strict=True):
                 scale = unpack.scale(packed, j, interpret)
                 if route == "bf16":
+                    # Codes x scale, rounded to bf16, so that all groups share one sum.
                     w = unpack.plane(word, bits, j, config.columns, interpret)
                     w = unpack.times(w, jnp.broadcast_to(scale.astype(jnp.bfloat16)[None], w.shape), interpret)
                     new.append(total + launch.dot(x, w))
                 else:
+                    # An exact integer product: it becomes a float by starting at the bits of a large one, see _MAGIC.
                     w = unpack.plane_s8(word, bits, j, config.columns, interpret)
                     exact = jnp.full(block, _MAGIC_BITS, jnp.int32) + launch.dot(x, w)
                     exact = jax.lax.bitcast_convert_type(exact, jnp.float32) - _MAGIC
+                    # The two scales of this group, of the rows' activations and the columns' codes.
                     inside = row + jnp.arange(config.rows) < rows
                     xs = launch.load(xs_ref, (g, pl.ds(row, config.rows)), inside)
                     new.append(total + exact * (xs[:, None] * scale[None]))
@@ -161,6 +166,7 @@ def _prefill_kernel(
     # 8-bit products of w4 are of 16 x its codes.
     sixteenth = 1 / 16 if route == "int8" and bits == 4 else 1
     sums = tuple(s * (launch.load(u_ref, pl.ds(at, config.columns)) * sixteenth)[None] for s, at in zip(sums, starts, strict=True))
+    # What rides along, and only what lies inside the result is written.
     y = jax.nn.silu(sums[0]) * sums[1] if swiglu else sums[0]
     if added:
         y = y + masked(residual_ref, column, config.columns, n if n % config.columns else None).astype(jnp.float32)

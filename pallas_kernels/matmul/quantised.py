@@ -58,10 +58,12 @@ class QuantisedWeight:
 
     @property
     def tiles(self) -> int:
+        """Tiles along K."""
         return -(-self.shape[0] // self.tile)
 
     @property
     def padded_columns(self) -> int:
+        """Columns with the padding, a multiple of `COLUMNS`."""
         return -(-self.shape[1] // COLUMNS) * COLUMNS
 
     @property
@@ -84,6 +86,7 @@ def structure(k: int, n: int, bits: int = 4, group: int = 64) -> QuantisedWeight
 
 
 def check_format(bits: int, group: int) -> None:
+    """ValueError for bits or a group that there is no storage for."""
     if bits not in BITS:
         raise ValueError(f"bits: {bits} is not one of {BITS}")
     if group not in GROUPS:
@@ -135,6 +138,7 @@ def _quantise(weight: jax.Array, bits: int, group: int) -> tuple[jax.Array, jax.
 
 
 def _encode(w: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
+    """Codes of w `[groups, group, N]` under scales `[groups, N]`, as floats."""
     return jnp.clip(jnp.round(w * _inverse(scale)[:, None]), _CODE_MIN[bits], _CODE_MAX[bits])
 
 
@@ -169,16 +173,20 @@ def _round_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnums=3)
 def _pack(codes: jax.Array, scales: jax.Array, unit: jax.Array, w: QuantisedWeight) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The arrays of the described `w`: codes in storage order, everything padded."""
+    # Whole tiles of K and whole blocks of columns, codes as unsigned numbers of `bits` bits.
     k, n = codes.shape
     pad_k, pad_n = w.tiles * w.tile - k, w.padded_columns - n
     codes = jnp.pad(codes, ((0, pad_k), (0, pad_n))).astype(jnp.int32) & (2**w.bits - 1)
+    # A 16-bit word takes the same row of each of a tile's groups: `planes` codes, `group` rows apart.
     planes = 16 // w.bits
     parts = codes.reshape(w.tiles, planes, w.group, -1)
     shifts = w.bits * jnp.arange(planes)[None, :, None, None]
     words = jnp.sum(parts << shifts, axis=1).astype(jnp.uint16)
+    # Into the order of a tensor core's right operand, so that 128 consecutive bits are one thread's:
     # k = (32-block, half, b3, lane, b0), n = (8-block, column) -> block by block, then column, lane, half, b3, b0.
     words = words.reshape(w.tiles * w.group // 32, 2, 2, 4, 2, -1, 8).transpose(0, 5, 6, 3, 1, 2, 4)
     words = jax.lax.bitcast_convert_type(words.reshape(words.shape[0], -1), jnp.int16)
+    # The scales of a tile's groups side by side in one word a column, their sign bit flipped: `unpack.scale` undoes it.
     scales = jnp.pad(scales, ((0, w.tiles * planes - scales.shape[0]), (0, pad_n))).reshape(w.tiles, planes, -1)
     scales = jax.lax.bitcast_convert_type(jnp.swapaxes(scales ^ -128, 1, 2), w.scales.dtype)
     return words, scales, jnp.pad(unit, (0, pad_n))

@@ -20,7 +20,7 @@ def quantised_linear(
     swiglu: bool = False,
     out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
-    """As `matmul.quantised_linear`, in float32 until the result is rounded to `out_dtype`."""
+    """`matmul.quantised_linear` in plain jnp, float32 until the result is rounded to `out_dtype`."""
     h = x.astype(jnp.float32)
     if norm is not None:
         h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=1, keepdims=True) + eps) * (1 + norm.astype(jnp.float32))

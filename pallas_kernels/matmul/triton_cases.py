@@ -23,7 +23,7 @@ class TritonCase(cases.Case):
         return triton_kernel.decode(x, weight, norm, residual, swiglu=self.swiglu, config=config, interpret=interpret)
 
     def tensor_ops(self) -> int:
-        """As the Pallas kernel's, and for a norm the products x x^T `[16, 16]`: two m16n8k16 per 16 of K, shared by two
+        """Those of the Pallas kernel, and for a norm the products x x^T `[16, 16]`: two m16n8k16 per 16 of K, shared by two
         warps, in every pair of warps of every block."""
         if not self.norm:
             return super().tensor_ops()

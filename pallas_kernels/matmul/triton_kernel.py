@@ -44,7 +44,8 @@ def decode(
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """As `kernel.decode`; x `[1..16, K]` bf16. `interpret`: Triton's interpreter, on arrays and not under `jit`.
+    """`kernel.decode` through Triton's own compiler; x `[1..16, K]` bf16. `interpret`: its interpreter, on arrays and not
+    under `jit`.
 
     RuntimeError where jax-triton is not installed, ValueError for more rows or a config that does not fit.
     """
@@ -135,7 +136,7 @@ def _launch(
 
 
 def _compute_capability() -> int | None:
-    """Of the card that is being compiled for where that was said, 89 for an RTX 4090; None: of the one in this machine."""
+    """Compute capability, as 89 for an RTX 4090, of the card that is being compiled for; None: that of this machine's card."""
     if tuned.card.value is None:
         return None
     major, minor = targets.get(tuned.card.value).compute_capability

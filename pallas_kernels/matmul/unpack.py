@@ -14,8 +14,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import launch
 
-_AND_OR, _AND_XOR = 0xEA, 0x6A  # lop3 tables of (a & b) | c and (a & b) ^ c
-
 
 def plane(words: jax.Array, bits: int, j: int, columns: int, interpret: bool) -> jax.Array:
     """Plane `j` of a block of words `[G / 32, columns * 32]` as exact bf16 codes `[G, columns]`.
@@ -30,6 +28,7 @@ def plane(words: jax.Array, bits: int, j: int, columns: int, interpret: bool) ->
 
 
 def _nibble(register: str, shift: int, table: int, magic: int) -> str:
+    """PTX: the nibbles of two words from bit `shift` on, put into the number `magic` by the lop3 `table`."""
     take = f"shr.u32 {register}, $1, {shift};" if shift else f"mov.b32 {register}, $1;"
     return f"{take} lop3.b32 {register}, {register}, 0x000F000F, {magic:#x}, {table:#x};"
 
@@ -42,7 +41,7 @@ def to_bf16(bits: int, j: int) -> tuple[str, Callable[[jax.Array], jax.Array]]:
 def _w4(j: int) -> tuple[str, Callable[[jax.Array], jax.Array]]:
     asm = (
         "{ .reg .b32 t, one, off; mov.b32 one, 0x3F803F80; mov.b32 off, 0xC308C308;"  # 1, -136
-        + _nibble("t", 4 * j, _AND_XOR, 0x43084308)  # 128 + (nibble ^ 8)
+        + _nibble("t", 4 * j, launch.AND_XOR, 0x43084308)  # 128 + (nibble ^ 8)
         + "fma.rn.bf16x2 $0, t, one, off; }"
     )
 
@@ -55,8 +54,8 @@ def _w4(j: int) -> tuple[str, Callable[[jax.Array], jax.Array]]:
 def _w8(j: int) -> tuple[str, Callable[[jax.Array], jax.Array]]:
     asm = (
         "{ .reg .b32 h, l, c, one, off; mov.b32 c, 0x41804180; mov.b32 one, 0x3F803F80; mov.b32 off, 0xC510C510;"
-        + _nibble("l", 8 * j, _AND_OR, 0x43004300)  # 128 + low
-        + _nibble("h", 8 * j + 4, _AND_XOR, 0x43084308)  # 136 + high, signed
+        + _nibble("l", 8 * j, launch.AND_OR, 0x43004300)  # 128 + low
+        + _nibble("h", 8 * j + 4, launch.AND_XOR, 0x43084308)  # 136 + high, signed
         + "fma.rn.bf16x2 h, h, c, off;"  # x 16 - 2304 = 16 high - 128
         + "fma.rn.bf16x2 $0, l, one, h; }"
     )
@@ -113,7 +112,7 @@ ONE_PLUS = "fma.rn.bf16x2 $0, $1, $2, $1;"  # x (1 + w)
 
 
 def one_plus(x: jax.Array, w: jax.Array) -> jax.Array:
-    """What `ONE_PLUS` says in jnp."""
+    """x (1 + w) in jnp, as `ONE_PLUS` has it."""
     return (x.astype(jnp.float32) * (1 + w.astype(jnp.float32))).astype(jnp.bfloat16)
 
 

@@ -33,15 +33,17 @@ class Case:
 
     @property
     def start(self) -> int:
+        """Position of the chunk's first token."""
         return self.filled - self.count
 
     @property
     def pages(self) -> int:
+        """Pages of the slot that are filled, or begun."""
         return -(-self.filled // PAGE)
 
     @property
     def dtype(self) -> Any:
-        """Of the projections and the result."""
+        """Type of the projections and the result."""
         return jnp.float32 if self.format == "f32" else jnp.bfloat16
 
     def arguments(self) -> list[Any]:
@@ -79,12 +81,13 @@ class Case:
         ]
 
     def reference(self, *arguments: Any) -> jax.Array:
-        """As the kernel, which gives zeros for rows that are not valid."""
+        """The result in plain jnp, with the kernel's zeros for rows that are not valid."""
         valid = jnp.arange(self.tokens)[:, None] < self.count
         return jnp.where(valid, reference.prefill_attention(*arguments, format=self.format), 0)
 
     @property
     def allowed_error(self) -> float:
+        """Largest relative error against `reference`."""
         # Of bf16, 2.8e-3 are the roundings of result, gate and product; the reference's gate is rounded more often.
         return 1e-5 if self.format == "f32" else 4.5e-3
 
@@ -102,6 +105,7 @@ class Case:
 
     @property
     def shape(self) -> kernel.Shape:
+        """The static facts of the kernel with its default blocks."""
         return kernel.Shape(
             self.tokens,
             self.heads,
@@ -114,12 +118,12 @@ class Case:
         )
 
     def moved_bytes(self, report: Any) -> int:
-        """What is touched of the arguments, and the packed queries written and read. Tiles re-read pages from L2."""
+        """Bytes that are touched of the arguments, and the packed queries written and read. Tiles re-read pages from L2."""
         return self.ideal_bytes + 2 * report.temporary_bytes
 
     @property
     def multiply_adds(self) -> int:
-        """Of the causal walk: a tile takes every block of keys that its last row sees, whole."""
+        """Multiply-adds of the causal walk: a tile takes every block of keys that its last row sees, whole."""
         shape = self.shape
         rows, keys = shape.config.rows, shape.config.keys
         blocks = 0

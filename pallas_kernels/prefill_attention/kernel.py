@@ -21,11 +21,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.kv_codecs.formats import layout_of
-from pallas_kernels.kv_pages import PAGE, KVPages
+from pallas_kernels.kv_pages import NEVER, PAGE, KVPages
 from pallas_kernels.prefill_attention import pages
 from pallas_kernels.prefill_attention.pages import SEGMENT
 
-_NEVER = -1e30  # a score below every real one; finite, so that a masked score gives no NaN
 _LOG2E = 1.4426950408889634
 PART = 16  # dims of the epilogue at a time: they have to fit beside the sums
 
@@ -109,21 +108,26 @@ class Shape:
 
     @property
     def group(self) -> int:
+        """Query heads of a KV head."""
         return self.query_heads // self.kv_heads
 
     @property
     def tiles(self) -> int:
+        """Blocks along the rows, which are (token, query head) pairs of a KV head."""
         return -(-self.tokens * self.group // self.config.rows)
 
     @property
     def segments(self) -> range:
+        """The stretches of 64 dims of a head."""
         return range(self.head_dim // SEGMENT)
 
     @property
     def rotated(self) -> bool:
+        """Whether values are stored rotated."""
         return layout_of(self.format, "v").rotated
 
     def kind(self, part: str) -> str:
+        """Kind of code of "k" or "v", as in `kv_codecs.formats`."""
         return layout_of(self.format, part).kind
 
 
@@ -141,6 +145,7 @@ def _pack_queries(q: jax.Array, shape: Shape) -> jax.Array:
 
 
 def _kernel(q_ref: Any, projected_ref: Any, table_ref: Any, start_ref: Any, count_ref: Any, *refs: Any, shape: Shape) -> None:
+    """The result of one tile of rows of one KV head."""
     *pool, turn_ref, o_ref = refs
     scaled = [shape.kind(part) != "float" for part in "kv"]
     k_refs = (pool.pop(0), pool.pop(0) if scaled[0] else None)
@@ -150,6 +155,7 @@ def _kernel(q_ref: Any, projected_ref: Any, table_ref: Any, start_ref: Any, coun
     first_row = (shape.tiles - 1 - pl.program_id(0)) * rows
     head = pl.program_id(1)
     start, count = launch.load(start_ref, 0), launch.load(count_ref, 0)
+    # Tokens of the tile's first and last valid row, and the blocks of keys that the last one sees; none for padding alone.
     first, last = _div(first_row, group), jnp.minimum(_div(first_row + rows - 1, group), count - 1)
     keys, blocks = shape.config.keys, PAGE // shape.config.keys
     seen = jnp.minimum(_div(start + last, keys) + 1, shape.table * blocks)
@@ -157,13 +163,14 @@ def _kernel(q_ref: Any, projected_ref: Any, table_ref: Any, start_ref: Any, coun
 
     walk = functools.partial(_step, shape, q_ref, table_ref, k_refs, v_refs, head, first_row, start, last)
     carry = (
-        jnp.full((rows,), _NEVER, jnp.float32),
+        jnp.full((rows,), NEVER, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
         tuple(jnp.zeros((rows, SEGMENT), jnp.float32) for _ in shape.segments),
         # This stays 0, which the compiler cannot know: rows' numbers are worked out where needed, not kept in registers.
         jnp.int32(0),
     )
     _, total, sums, nothing = jax.lax.fori_loop(0, seen, walk, carry)
+    # The quotient, back in the model's basis, gated and stored, a few dims at a time: sums leave no registers for more.
     inverse = _inverse(jnp.where(total > 0, total, 1.0), shape.interpret)
     block = _Block(shape, first_row + nothing, head, count)
     for g, values in zip(shape.segments, sums, strict=True):
@@ -176,7 +183,7 @@ def _kernel(q_ref: Any, projected_ref: Any, table_ref: Any, start_ref: Any, coun
 
 
 class _Block:
-    """Where a block's rows live in the arrays by token: token, query head and validity of each row, `[rows]`."""
+    """Token, query head and validity of each row of a block, `[rows]`: where it lives in the arrays by token."""
 
     def __init__(self, shape: Shape, first_row: Any, kv_head: Any, count: Any) -> None:
         self.shape = shape
@@ -214,6 +221,7 @@ def _step(
     carry: tuple,
 ) -> tuple:
     """One block of keys: scores, running maximum and sum, and values added to the sums of each segment."""
+    # The page of this block of keys, and its tokens there and in the slot.
     top, total, sums, nothing = carry
     keys = shape.config.keys
     blocks = PAGE // keys
@@ -223,6 +231,7 @@ def _step(
     inside = token <= start + last
     exact = shape.format == "f32"
 
+    # Scores q K^T, 64 dims at a time, so that only one unpacked segment is alive.
     scores = jnp.zeros((shape.config.rows, keys), jnp.float32)
     for g in shape.segments:
         k, scale = pages.segment(shape.kind("k"), *k_refs, page, head, g, tokens, None, shape.interpret)
@@ -233,16 +242,20 @@ def _step(
     # Masked everywhere: it is one instruction in twenty, and a second loop without it takes registers the sums need.
     position = start + jnp.minimum(_row_token(shape, first_row + nothing), last)
     visible = jnp.broadcast_to(token[None], scores.shape) <= jnp.broadcast_to(position[:, None], scores.shape)
-    scores = jnp.where(visible, scores, _NEVER)
+    scores = jnp.where(visible, scores, NEVER)
+    # Weights under the new maximum; what was summed so far shrinks to it. Masked scores give weight 0: each row sees token 0
+    # in its first block.
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     p = _exp2(scores - new_top[:, None], shape.interpret)
     shrink = _exp2(top - new_top, shape.interpret)
     total = total * shrink + jnp.sum(p, axis=1)
+    # Sums p V, a segment of dims at a time; a token's int8 scale goes to its weight.
     new_sums = []
     for g, values in zip(shape.segments, sums, strict=True):
         v, scale = pages.segment(shape.kind("v"), *v_refs, page, head, g, tokens, inside, shape.interpret)
         weights = (p if scale is None else p * scale[None]).astype(v.dtype)
         new_sums.append(values * shrink[:, None] + launch.dot(weights, v, exact=exact))
+    # Page numbers are never negative, so this adds 0.
     return new_top, total, tuple(new_sums), nothing + jnp.minimum(page, 0)
 
 

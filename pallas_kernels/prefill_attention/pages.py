@@ -21,22 +21,19 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
+from pallas_kernels.kv_codecs.formats import ROTATION_GROUP, SCALE_GROUP, WORD_DIMS
+from pallas_kernels.kv_codecs.rotation import hadamard
+from pallas_kernels.kv_codecs.scale_byte import REBIAS, SHIFT
 
-SEGMENT = 64  # dims of a rotation group, and under one int8 scale
-WORDS = SEGMENT // 8
-SCALES = SEGMENT // 32
-_AND_OR, _AND_XOR, _SELECT = 0xEA, 0x6A, 0xCA  # lop3 tables of (a & b) | c, (a & b) ^ c, a ? b : c
+SEGMENT = ROTATION_GROUP  # dims a step: of a rotation group, and under one int8 scale
+WORDS = SEGMENT // WORD_DIMS
+SCALES = SEGMENT // SCALE_GROUP
 
 
 def inverse_rotation() -> np.ndarray:
-    """float32 `[64, 64]`: H64 of a row of 64 dims in the order of four-bit unpacking, which leaves them in the natural one.
-
-    Sylvester's matrix over 8: the sign is the parity of the bits that row and column share.
-    """
+    """float32 `[64, 64]`: H64 of a row of 64 dims in the order of four-bit unpacking, which leaves them in the natural one."""
     stored, dim = np.arange(SEGMENT)[:, None], np.arange(SEGMENT)[None]
-    common = ((stored >> 4) * 16 + (stored & 1) * 8 + ((stored >> 1) & 7)) & dim
-    parity = sum((common >> bit for bit in range(6)), np.zeros_like(common)) & 1
-    return (0.125 - 0.25 * parity).astype(np.float32)
+    return hadamard((stored >> 4) * 16 + (stored & 1) * 8 + ((stored >> 1) & 7), dim)
 
 
 def to_stored_order(x: jax.Array) -> jax.Array:
@@ -95,7 +92,7 @@ def four_bit_planes(words: jax.Array, scales: jax.Array, lattice: bool, interpre
 def scale_values(scales: jax.Array) -> jax.Array:
     """Signed float32 of scale bytes: the byte is the top of a float32, see `kv_codecs.scale_byte`."""
     bits = scales.astype(jnp.int32)
-    return jax.lax.bitcast_convert_type((((bits & 0x7F) << 20) + ((127 - 10) << 23)) | ((bits & 0x80) << 24), jnp.float32)
+    return jax.lax.bitcast_convert_type((((bits & 0x7F) << SHIFT) + REBIAS) | ((bits & 0x80) << 24), jnp.float32)
 
 
 def _for_each_word(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -107,7 +104,7 @@ def _nibbles(half: jax.Array, base: jax.Array | None, scale: jax.Array, minus: j
     """Nibble j of 16-bit halves of words as bf16: (base | nibble) x scale + minus."""
     shift = f"shr.u32 t, $1, {4 * j - 3};" if j else "shl.b32 t, $1, 3;"
     add, s, m = ("$2", "$3", "$4") if base is not None else ("0x41804180", "$2", "$3")
-    asm = f"{{ .reg .b32 t; {shift} lop3.b32 t, t, 0x00780078, {add}, {_AND_OR:#x}; fma.rn.bf16x2 $0, t, {s}, {m}; }}"
+    asm = f"{{ .reg .b32 t; {shift} lop3.b32 t, t, 0x00780078, {add}, {launch.AND_OR:#x}; fma.rn.bf16x2 $0, t, {s}, {m}; }}"
 
     def twin(half: jax.Array, *rest: jax.Array) -> jax.Array:
         *base, scale, minus = rest
@@ -122,7 +119,7 @@ def _nibbles(half: jax.Array, base: jax.Array | None, scale: jax.Array, minus: j
 
 def _half(high: jax.Array, interpret: bool) -> jax.Array:
     """16 as bf16 bits, plus half a code step where an octet's coset bit (28 of the word) is set; int16."""
-    asm = f"{{ .reg .b32 t; shr.u32 t, $1, 10; lop3.b32 $0, t, 0x00040004, 0x41804180, {_AND_OR:#x}; }}"
+    asm = f"{{ .reg .b32 t; shr.u32 t, $1, 10; lop3.b32 $0, t, 0x00040004, 0x41804180, {launch.AND_OR:#x}; }}"
 
     def twin(high: jax.Array) -> jax.Array:
         return (((high.astype(jnp.int32) >> 10) & 4) | 0x4180).astype(jnp.int16)
@@ -134,9 +131,9 @@ def _with_parity(low: jax.Array, high: jax.Array, interpret: bool) -> jax.Array:
     """The high half of words whose bit 28 is the parity of the seven other nibbles' lowest bits again; int16."""
     asm = (
         "{ .reg .b32 x, y; and.b32 y, $2, 0x01110111;"
-        f"lop3.b32 x, $1, 0x11111111, y, {_AND_XOR:#x};"
+        f"lop3.b32 x, $1, 0x11111111, y, {launch.AND_XOR:#x};"
         "shr.u32 y, x, 4; xor.b32 x, x, y; shr.u32 y, x, 8; xor.b32 x, x, y; shl.b32 x, x, 12;"
-        f"mov.b32 y, 0x10001000; lop3.b32 $0, y, x, $2, {_SELECT:#x}; }}"
+        f"mov.b32 y, 0x10001000; lop3.b32 $0, y, x, $2, {launch.SELECT:#x}; }}"
     )
 
     def twin(low: jax.Array, high: jax.Array) -> jax.Array:
@@ -153,7 +150,7 @@ def eight_bit(codes: jax.Array, interpret: bool) -> jax.Array:
     """Exact bf16 of int8 codes."""
     asm = (
         "{ .reg .b32 m, o, one;"
-        f"lop3.b32 m, $1, 0x007F007F, 0x43004300, {_AND_OR:#x}; lop3.b32 o, $1, 0x00800080, 0xC300C300, {_AND_OR:#x};"
+        f"lop3.b32 m, $1, 0x007F007F, 0x43004300, {launch.AND_OR:#x}; lop3.b32 o, $1, 0x00800080, 0xC300C300, {launch.AND_OR:#x};"
         "mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, m, one, o; }"
     )
 

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_append.reference import gates
 from pallas_kernels.kv_codecs import rotate, uses_rotation
-from pallas_kernels.kv_pages import PAGE, KVPages, load_block
+from pallas_kernels.kv_pages import NEVER, PAGE, KVPages, load_block
 
 BLOCK_PAGES = 8
-_NEVER = -1e30
 
 
 def prefill_attention(
     q: jax.Array, projected: jax.Array, pool: KVPages, table: jax.Array, start: jax.Array, count: jax.Array, *, format: str
 ) -> jax.Array:
+    """`prefill_attention.prefill_attention` in plain jnp; rows that are not valid get finite numbers."""
     tokens, query_heads, head_dim = q.shape
     out = attend(q, pool, table, start, count, format)
     gated = out.astype(projected.dtype) * jax.nn.sigmoid(gates(projected, query_heads, head_dim))
@@ -40,7 +40,7 @@ def attend(q: jax.Array, pool: KVPages, table: jax.Array, start: jax.Array, coun
         v = jnp.where((token < filled)[:, None], v, 0.0)
         visible = (token[None, :] <= position[:, None])[None, None]
         scores = jnp.einsum("qhgd,hkd->hgqk", q, k, precision=jax.lax.Precision.HIGHEST)
-        scores = jnp.where(visible, scores, _NEVER)
+        scores = jnp.where(visible, scores, NEVER)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         p = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
@@ -48,7 +48,7 @@ def attend(q: jax.Array, pool: KVPages, table: jax.Array, start: jax.Array, coun
         return new_top, total * shrink + jnp.sum(p, axis=-1), acc * shrink[..., None] + weighted
 
     shape = (kv_heads, query_heads // kv_heads, tokens)
-    carry = (jnp.full(shape, _NEVER, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
+    carry = (jnp.full(shape, NEVER, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
     _, total, acc = jax.lax.fori_loop(0, (filled + block - 1) // block, step, carry)
     out = acc / jnp.where(total > 0, total, 1.0)[..., None]
     out = jnp.transpose(out, (2, 0, 1, 3)).reshape(tokens, query_heads, head_dim)

@@ -73,6 +73,7 @@ class Target:
 
 
 def names() -> list[str]:
+    """Names of all known cards, sorted."""
     folder = importlib.resources.files(__name__)
     return sorted(f.name.removesuffix(".txtpb") for f in folder.iterdir() if f.name.endswith(".txtpb"))
 

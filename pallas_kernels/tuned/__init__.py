@@ -33,7 +33,7 @@ def lookup(op: str, key: str) -> dict[str, Any] | None:
 
 @functools.cache
 def entries(name: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """What is tuned for a card: op -> key -> entry; empty for a card without a file. Read once in a process."""
+    """Tuned entries of a card: op -> key -> entry; empty for a card without a file. Read once in a process."""
     path = FOLDER / f"{name}.json"
     return read(path) if path.is_file() else {}
 
