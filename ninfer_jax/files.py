@@ -222,8 +222,8 @@ def _not_text(head: bytes, byte: int) -> str:
 
 def read_json(path: object, what: str = "path", label: str = "", limit: int = MAX_JSON_BYTES) -> Any:
     """The value in a JSON file (UTF-8, with or without a byte order mark); FileError as `read_text` and `parse_json`."""
-    text = read_text(path, what, label, limit)
-    return parse_json(text, label + shown(Path(path)))
+    path = user_path(path, what)
+    return parse_json(read_text(path, what, label, limit), label + shown(path))
 
 
 def read_object(path: object) -> dict[str, Any]:

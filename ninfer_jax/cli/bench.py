@@ -60,7 +60,7 @@ def bench(
     console = common.stderr_console()
     with common.one_line_errors(console):
         given = {"prompt": prompt, "gen": gen, "depth": depth, "draft": draft, "slots": slots}
-        lists = {name: _integers(name, text) for name, text in given.items()}
+        lists: dict[str, list] = {name: _integers(name, text) for name, text in given.items()}
         lists["context"] = [None] if context is None else _integers("context", context)
         path, files = model_path(model), _Files(json_file, resume, csv_file, plot, compare)
         shapes = {"warmup": warmup, "repeats": repeats, "prefill_chunk": prefill_chunk, "dtype": dtype}
@@ -125,7 +125,7 @@ def _run(
     groups = matrix.by_engine(wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * group.capacity * group.slots)
     settings = Settings(path.resolve().name, device.fingerprint(path), "", **shapes)
     old = read_rows(files.compare) if files.compare else []
-    results = Results(files.json, read_rows(files.json) if files.resume and files.json.exists() else ())
+    results = Results(files.json, read_rows(files.json) if files.json and files.resume and files.json.exists() else ())
 
     with _Progress(console, len(wanted)) as bar:
         need = tokens_needed(wanted, settings)

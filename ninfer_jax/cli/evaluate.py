@@ -99,7 +99,7 @@ def evaluate(
     )
     with common.one_line_errors(console):
         options = _options(measure.value, given)
-        formats = [name.strip() for name in kv.split(",")] if kv else [None]
+        formats: list[str | None] = [name.strip() for name in kv.split(",")] if kv else [None]
         path = model_path(model)
         if against:
             model_path(against)  # a mistake should not wait for an engine

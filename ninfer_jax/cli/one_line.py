@@ -25,13 +25,14 @@ class OneLineErrors(TyperGroup):
             if type(error).__name__ == "Abort":
                 sys.exit(INTERRUPTED)
             # Typer's own copy of click raises them in some versions, click in others: told by what they can do.
-            if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
+            mistake: Any = error
+            if not hasattr(mistake, "format_message") or not hasattr(mistake, "exit_code"):
                 raise
-            context = getattr(error, "ctx", None)
+            context = getattr(mistake, "ctx", None)
             if type(error).__name__ == "NoArgsIsHelpError":
-                print(error.format_message(), file=sys.stderr)
+                print(mistake.format_message(), file=sys.stderr)
             else:
-                message = printable(" ".join(error.format_message().split()).rstrip("."))
+                message = printable(" ".join(mistake.format_message().split()).rstrip("."))
                 print(f"error: {message}; see `{context.command_path if context else 'ninfer-jax'} --help`", file=sys.stderr)
-            sys.exit(error.exit_code)
+            sys.exit(mistake.exit_code)
         sys.exit(code if isinstance(code, int) else 0)
