@@ -102,9 +102,10 @@ def test_a_stub_does_not_hide_the_metadata(tmp_path, tensors, stub):
     assert source.notes[0].startswith("config.json does not give vocab_size, ") and "metadata of model.gguf" in source.notes[0]
 
 
-def test_what_a_config_says_counts_and_differences_are_noted(tmp_path, tensors):
+@pytest.mark.parametrize("rope", [{"rope_parameters": {"rope_theta": 5e6}}, {"rope_theta": 5e6}])
+def test_what_a_config_says_counts_and_differences_are_noted(tmp_path, tensors, rope):
     formats.write_gguf(tmp_path / "model.gguf", tensors, {})
-    given = {"model_type": "qwen3_5", "text_config": {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 5e6}}}
+    given = {"model_type": "qwen3_5", "text_config": {"rms_norm_eps": 1e-5, **rope}}
     (tmp_path / "config.json").write_text(json.dumps(given))
     source = open_source(tmp_path)
     config = config_of(source)

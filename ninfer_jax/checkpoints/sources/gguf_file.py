@@ -119,7 +119,8 @@ def completed(given: Mapping[str, Any], own: Mapping[str, Any], file: str, notes
     rope = rope if isinstance(rope, Mapping) else {}
     added = {k: v for k, v in own["rope_parameters"].items() if rope.get(k) is None and k not in said}
     differ = [k for k, v in wanted.items() if text.get(k) is not None and not _alike(text[k], v)]
-    differ += [k for k, v in own["rope_parameters"].items() if rope.get(k) is not None and not _alike(rope[k], v)]
+    beside = {k: text.get(k) if rope.get(k) is None else rope[k] for k in own["rope_parameters"]}
+    differ += [k for k, v in beside.items() if v is not None and not _alike(v, own["rope_parameters"][k])]
     if taken or added:
         notes.append(f"config.json does not give {some_names([*taken, *added])}: taken from the metadata of {file}")
     if differ:
