@@ -76,7 +76,8 @@ def measure(
     if energy is not None:
         requests[-1].on_first = lambda: joules.append(energy())
 
-    def prefilled(request: _Request, done: int) -> None:
+    def prefilled(request: Sequence, done: int) -> None:
+        assert isinstance(request, _Request)
         if done == cell.depth:
             jax.block_until_ready(runner.state)  # chunks are only queued so far
             request.filled_at = time.perf_counter()

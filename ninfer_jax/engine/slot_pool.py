@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -144,7 +144,7 @@ class SlotPool:
     @property
     def free_tokens(self) -> int:
         """Tokens that the pages hold which nobody has reserved."""
-        return self.total_tokens - PAGE * sum(np.count_nonzero(place.table) for place in self._held())
+        return self.total_tokens - PAGE * sum(int(np.count_nonzero(place.table)) for place in self._held())
 
     def tidy(self) -> None:
         """Give up a state that an exception has cut a transaction of. Runs no program. Not for finalizers, which may run in the
@@ -208,14 +208,15 @@ class SlotPool:
         inputs[:count] = tokens[:count]
         following[: min(chunk, len(tokens) - 1)] = tokens[1 : chunk + 1]
         positions = np.ascontiguousarray(np.broadcast_to(start + np.arange(chunk, dtype=np.int32), (3, chunk)))
-        given = PrefillInputs(np.int32(lease.slot), inputs, following, np.int32(count), positions)
+        host: tuple[Any, ...] = (_number(lease.slot), inputs, following, _number(count), positions)
+        given = PrefillInputs(*host)
         hidden = self.run(lambda parameters, state: self.programs.prefill(parameters, state, given))
         lease.length += count
         return count, hidden
 
     def begin(self, lease: Lease) -> RoundOutput:
         """Draw the first token of a prompt that is appended; its slot takes part in rounds from now on."""
-        return self.run(lambda parameters, state: self.programs.begin(parameters, state, np.int32(lease.slot)))
+        return self.run(lambda parameters, state: self.programs.begin(parameters, state, _number(lease.slot)))
 
     def round(self) -> RoundOutput:
         """One decode round of all slots that have begun."""
@@ -247,6 +248,11 @@ class SlotPool:
     def _take_back(self, life: _Life) -> None:
         for slot, place in enumerate(life.places):
             if place is not None and not place.held:
-                life.state = self.programs.release(self._state(), np.int32(slot))
+                life.state = self.programs.release(self._state(), _number(slot))
                 life.pages.release(place.table)
                 life.places[slot] = None
+
+
+def _number(value: int) -> Any:
+    """int32 for a program; compiled programs take NumPy's numbers and arrays for JAX's."""
+    return np.int32(value)

@@ -110,7 +110,7 @@ def writing(path: Path) -> Iterator[Path]:
 def _no_compilation_cache() -> Iterator[None]:
     """Whatever JAX_COMPILATION_CACHE_DIR says: what XLA's CPU compiler took out of that cache, it serialises again without
     some of its functions ("Function wrapped_exponential not found", jaxlib 0.10.2), and only running it would tell."""
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it remembers whether it is in use
     try:

@@ -20,7 +20,7 @@ from ninfer_jax.programs.slots import Admission, admission, admit, release
 from ninfer_jax.state import State, StateShape, allocate_state, state_struct
 from pallas_kernels.launch import COMPILER_OPTIONS, lowering_for
 
-Compiled = Callable[..., Any]
+Compiled = Any  # `jax.stages.Compiled`, or what stands in for one
 # What `compile_all` compiles. The state is allocated by a program too: one kernel launch instead of one compilation an array.
 ALWAYS = ("allocate", "admit", "release", "prefill", "begin", "decode_round")
 # Those that run while the engine serves, beside weights and state; `allocate` runs before.
@@ -58,7 +58,8 @@ class Programs:
     def result(self, name: str) -> Any:
         """A tree of placeholders with the structure of what the named program returns."""
         state = state_struct(self.config, self.shape)
-        outputs = RoundOutput(*RoundOutput._fields)
+        placeholders: Any = RoundOutput._fields
+        outputs = RoundOutput(*placeholders)
         return {"allocate": state, "admit": state, "release": state, "settle": state, "prefill": (state, 0), "head": 0}.get(
             name, (state, outputs)
         )
@@ -144,8 +145,8 @@ class Programs:
 
     def _arguments(self, name: str) -> tuple[Any, ...]:
         state = state_struct(self.config, self.shape)
-        integer = jax.ShapeDtypeStruct((), jnp.int32)
-        tokens = jax.ShapeDtypeStruct((self.chunk,), jnp.int32)
+        struct: Any = jax.ShapeDtypeStruct
+        integer, tokens = struct((), jnp.int32), struct((self.chunk,), jnp.int32)
         table = state.slots.table
         if name == "allocate":
             return ()
@@ -157,13 +158,13 @@ class Programs:
         if name == "settle":
             return (state,)
         if name == "prefill":
-            positions = jax.ShapeDtypeStruct((3, self.chunk), jnp.int32)
+            positions = struct((3, self.chunk), jnp.int32)
             return self._parameters, state, PrefillInputs(integer, tokens, tokens, integer, positions)
         if name == "begin":
             return self._parameters, state, integer
         if name == "decode_round":
             return self._parameters, state
-        return self._parameters, jax.ShapeDtypeStruct((self.chunk, self.config.hidden_size), self.shape.dtype)
+        return self._parameters, struct((self.chunk, self.config.hidden_size), self.shape.dtype)
 
 
 def compiler_options(name: str, platform: str) -> dict[str, Any] | None:

@@ -44,7 +44,13 @@ def made_of(target: str, cuda: int = deviceless.CUDA) -> dict[str, Any]:
     """What a program that is compiled for `target` here and now is made of, as JSON, without its configuration.
     cuda: whose plugin compiles it, if for a card."""
     sizes = {op: _digest(json.dumps(found, sort_keys=True)) for op, found in tuned.sizes(target).items()}
-    found = {"target": target, "jax": jax.__version__, "jaxlib": jax.lib.__version__, "code": code_digest(), "tuned": sizes}
+    found = {
+        "target": target,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "code": code_digest(),
+        "tuned": sizes,
+    }
     return found | ({"processor": machine.machine()} if target == "cpu" else {"plugin": plugin(cuda)})
 
 
@@ -53,7 +59,7 @@ def needs(target: str) -> dict[str, Any]:
     return {"instructions": instructions()} if target == "cpu" else {"cuda": deviceless.CUDA}
 
 
-def refusal(written: Mapping[str, Any], device: jax.Device) -> str:
+def refusal(written: Mapping[str, Any], device: jax.Device) -> str:  # pyright: ignore[reportInvalidTypeForm]
     """Why programs that need `written` cannot run here, and what to do; "" if they can. TypeError or KeyError for a damaged
     manifest."""
     if device.platform == "cpu":
@@ -95,11 +101,17 @@ def _digest_of(root: Path | None) -> str:
 def _sources(root: Path | None) -> Iterator[tuple[str, Path]]:
     for folder in SOURCES:
         top, _, below = folder.partition("/")
-        base = root / top if root else Path(importlib.util.find_spec(top).origin).parent
+        base = root / top if root else _folder(top)
         for file in (base / below).rglob("*.py"):
             name = f"{top}/{file.relative_to(base).as_posix()}"
             if not LEFT_OUT.fullmatch(name):
                 yield name, file
+
+
+def _folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None  # this very code is in one of them
+    return Path(spec.origin).parent
 
 
 def plugin(cuda: int) -> str:
@@ -111,7 +123,7 @@ def plugin(cuda: int) -> str:
         return f"{wheel} (not installed as a wheel)"
 
 
-def running_cuda(device: jax.Device) -> int:
+def running_cuda(device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
     """The CUDA whose plugin `device` belongs to, by the plugin's own words ("cuda 12090"), else by what is installed."""
     if told := re.search(r"cuda (\d+)", device.client.platform_version):
         return int(told[1]) // 1000

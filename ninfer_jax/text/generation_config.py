@@ -120,7 +120,8 @@ class GenerationDefaults:
                     raise ValueError(f"{config_file}: {key}={value!r}, allowed is {allowed}")
         if "eos_ids" not in fields and needs_eos:
             raise ValueError(f"{folder}: neither generation_config.json nor config.json names an eos_token_id")
-        return cls(**{"eos_ids": ()} | fields)
+        fields.setdefault("eos_ids", ())
+        return cls(**fields)
 
 
 def _number(low: float, high: float) -> Callable[[object], float | None]:
@@ -140,14 +141,15 @@ def _integer(low: int) -> Callable[[object], int | None]:
 
 
 def _tokens(value: object) -> tuple[int, ...] | None:
-    ids = value if isinstance(value, list) else [value]
+    ids: list[Any] = value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(ids)) if ids and all(_token(item) is not None for item in ids) else None
 
 
 def _strings(value: object) -> tuple[str, ...] | None:
     texts = [value] if isinstance(value, str) else value
-    valid = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
-    return tuple(texts) if valid else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        return None
+    return tuple(texts)
 
 
 _token = _integer(0)

@@ -64,9 +64,9 @@ def _message(message: object, where: str) -> dict:
     role = message["role"]
     if role not in _ROLES:
         raise ValueError(f"{where}.role: {role!r} is unknown, allowed are {', '.join(_ROLES)}")
-    message = plain(message, where)
-    checked = dict(message)
-    calls = message.get("tool_calls")
+    given: dict[str, Any] = plain(message, where)
+    checked: dict[str, Any] = dict(given)
+    calls = given.get("tool_calls")
     if calls is not None and role != "assistant":
         raise ValueError(f"{where}.tool_calls: only assistant messages have tool calls, this is a {role} message")
     if role == "developer":
@@ -76,15 +76,15 @@ def _message(message: object, where: str) -> dict:
             checked["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
         else:
             checked.pop("tool_calls", None)
-        reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+        reasoning = next((given[key] for key in _REASONING if given.get(key) is not None), None)
         if reasoning is not None:
             if not isinstance(reasoning, str):
                 raise ValueError(f"{where}.reasoning_content: must be a string, not {_kind(reasoning)}")
             checked["reasoning_content"] = reasoning
-        if message.get("content") is None and (calls or reasoning):
+        if given.get("content") is None and (calls or reasoning):
             checked["content"] = ""
             return checked
-    checked["content"] = _content(message.get("content"), role, f"{where}.content")
+    checked["content"] = _content(given.get("content"), role, f"{where}.content")
     return checked
 
 

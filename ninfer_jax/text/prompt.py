@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from ninfer_jax.text.control_tokens import ControlTokens
 from ninfer_jax.text.messages import normalize_messages, normalize_tools, plain
@@ -55,10 +56,12 @@ def render_prompt(
 
     text = _render(template, messages, tools, add_generation_prompt, now, options)
     marker = _Marker(tokenizer, (messages, tools, options))
-    marked = [marker.message(message) for message in messages], marker.anything(tools), marker.anything(options)
+    marked = [marker.message(message) for message in messages]
+    marked_tools: Any = marker.anything(tools)
+    marked_options: Any = marker.anything(options)
     if not marker.used:
         return Prompt(text, tokenizer.encode(text, allow_special=True))
-    unmarked, spans = marker.remove(_render(template, *marked[:2], add_generation_prompt, now, marked[2]))
+    unmarked, spans = marker.remove(_render(template, marked, marked_tools, add_generation_prompt, now, marked_options))
     if unmarked != text:
         raise ValueError(
             "messages: the text spells control tokens and this chat template changes it in a way that hides who wrote"

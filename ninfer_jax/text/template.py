@@ -1,9 +1,10 @@
 """Renders a checkpoint's own chat template exactly as `transformers` does."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import ClassVar
 
 import jinja2
 import jinja2.ext
@@ -104,7 +105,7 @@ def _first_uses(node: jinja2.nodes.Node, uses: dict[str, str]) -> None:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}` marks training targets; for a prompt it is only a scope."""
 
-    tags = frozenset({"generation"})
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -145,7 +146,7 @@ def _tojson(
     value: object,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
-    separators: Iterable[str] | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """jinja's own filter escapes HTML, which models were not trained on."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from ninfer_jax.text.control_tokens import AddedToken
 
@@ -111,7 +111,8 @@ def _added_tokens(
     tokens: dict[str, dict[str, Any]] = {}
     free = len(vocab)  # the id that the library gives the next added token, whatever a file says
     for index, token in enumerate(given):
-        if not isinstance(token, dict) or type(token.get("id")) is not int or not _is_text(content := token.get("content")):
+        content = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(token, dict) or type(token.get("id")) is not int or not _is_text(content):
             raise ValueError(f"{source}: added_tokens[{index}] needs an id and a content")
         if content in tokens:
             raise ValueError(f"{source}: added token {content!r} is listed twice")
@@ -161,5 +162,5 @@ def _named(config: Mapping[str, Any]) -> set[str]:
     return {text for text in texts if _is_text(text)}
 
 
-def _is_text(value: object) -> bool:
+def _is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and value != ""
