@@ -22,6 +22,7 @@ PTR = I8.as_pointer()
 _STORED = {
     "float32": F32,
     "bfloat16": I16,
+    "float16": I16,
     "int8": I8,
     "uint8": I8,
     "bool": I8,
@@ -219,22 +220,24 @@ class View:
         return self.c.b.gep(base, [ir.Constant(I64, fixed)]) if fixed else base
 
     def load(self, *index: int | Value, lanes: int = 0, align: int = 0) -> Value:
-        """One element, or `lanes` along the last axis: float32 of float32 and bfloat16, integers as they are stored."""
+        """One element, or `lanes` along the last axis: float32 of every float, integers as they are stored."""
         raw = self.raw(*index, lanes=lanes, align=align)
+        if self.dtype == "float16":
+            return self.c.from_f16(raw)
         return self.c.from_bf16(raw) if self.dtype == "bfloat16" else raw
 
     def raw(self, *index: int | Value, lanes: int = 0, align: int = 0) -> Value:
-        """As `load`, bfloat16 as its 16 bits."""
+        """As `load`, floats of 16 bits as their bits."""
         kind = self.c.shaped(self.stored, lanes)
         read = self.c.b.load(self.c.b.bitcast(self.at(*index), kind.as_pointer()))
         read.align = align or self.itemsize
         return Value(self.c, read)
 
     def store(self, value: Number, *index: int | Value, align: int = 0) -> None:
-        """`value`, scalar or vector along the last axis; float32 is rounded to nearest where the array is bfloat16."""
-        value = self.c.value(value, F32 if self.dtype in ("float32", "bfloat16") else self.stored)
-        if self.dtype == "bfloat16" and value.floating:
-            value = self.c.to_bf16(value)
+        """`value`, scalar or vector along the last axis; float32 is rounded to nearest where the array has 16 bits."""
+        value = self.c.value(value, F32 if self.dtype in ("float32", "bfloat16", "float16") else self.stored)
+        if self.dtype in ("bfloat16", "float16") and value.floating:
+            value = self.c.to_bf16(value) if self.dtype == "bfloat16" else self.c.to_f16(value)
         elif value.type != self.stored:
             value = value.to(self.stored)
         place = self.c.b.bitcast(self.at(*index), value.ir.type.as_pointer())
@@ -354,6 +357,14 @@ class Code:
     def round_bf16(self, x: Value) -> Value:
         """float32 x as bfloat16 keeps it."""
         return self.from_bf16(self.to_bf16(x))
+
+    def from_f16(self, raw: Value) -> Value:
+        """float32 of float16 bits, denormals too."""
+        return Value(self, self.b.fpext(raw.bits(ir.HalfType()).ir, self.shaped(F32, raw.lanes)))
+
+    def to_f16(self, x: Value) -> Value:
+        """float16 bits of float32, rounded to nearest, halves to even."""
+        return Value(self, self.b.fptrunc(x.ir, self.shaped(ir.HalfType(), x.lanes))).bits(I16)
 
     # Memory
 
