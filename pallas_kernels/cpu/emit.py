@@ -247,6 +247,14 @@ class View:
         """One element of an integer array as I64."""
         return self.load(*index).to(I64, signed=self.dtype not in _UNSIGNED)
 
+    def pointer_at(self, offset: int | Value) -> ir.Value:
+        """Address of element `offset` from the start, in the order of memory, inside the array or not."""
+        return (
+            self.at(*(0,) * (len(self.shape) - 1), offset)
+            if self.shape
+            else self.c.b.gep(self.pointer, [(self.c.value(offset, I64) * self.itemsize).ir])
+        )
+
     def part(self, *index: int | Value) -> View:
         """The sub-array that `index` leaves."""
         return View(self.c, self.at(*index), self.shape[len(index) :], self.dtype)
@@ -254,6 +262,8 @@ class View:
 
 class Code:
     """One function under construction. `part`: which share of the work this call is, I64 from 0 (None in `before`, `after`)."""
+
+    f32, i1, i8, i16, i32, i64 = F32, I1, I8, I16, I32, I64
 
     def __init__(self, fn: ir.Function):
         self.fn, self.b = fn, ir.IRBuilder(fn.append_basic_block("entry"))
@@ -277,6 +287,10 @@ class Code:
             return Value(self, ir.Constant(ir.VectorType(kind, lanes), [convert(number)] * lanes))
         return Value(self, ir.Constant(kind, convert(number)))
 
+    def index(self, number: int) -> Value:
+        """A constant to count with, I64."""
+        return self.constant(number, I64)
+
     def zeros(self, count: int, kind: ir.Type = F32, lanes: int = LANES) -> list[Value]:
         return [self.constant(0, kind, lanes) for _ in range(count)]
 
@@ -287,6 +301,13 @@ class Code:
         undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
         one = self.b.insert_element(undefined, scalar.ir, ir.Constant(I32, 0))
         return Value(self, self.b.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)))
+
+    def vector(self, scalars: Sequence[Value]) -> Value:
+        """Scalars as the lanes of a vector."""
+        built = ir.Constant(ir.VectorType(scalars[0].type, len(scalars)), ir.Undefined)
+        for i, scalar in enumerate(scalars):
+            built = self.b.insert_element(built, scalar.ir, ir.Constant(I32, i))
+        return Value(self, built)
 
     def join(self, *parts: Value) -> Value:
         """Vectors of equal size one after another."""
@@ -383,12 +404,12 @@ class Code:
             view.pointer = self.b.bitcast(place, PTR)
         return view
 
-    def prefetch(self, address: ir.Value) -> None:
-        """Asks for the cache line of an address, which need not be valid."""
+    def prefetch(self, address: ir.Value, level: int = 3) -> None:
+        """Asks for the cache line of an address, which need not be valid; level 3: into L1, 2: into L2."""
         kind = ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32])
         known = self.fn.module.globals.get("llvm.prefetch.p0")
         known = known or ir.Function(self.fn.module, kind, "llvm.prefetch.p0")
-        self.b.call(known, [address, *(ir.Constant(I32, x) for x in (0, 3, 1))])
+        self.b.call(known, [address, *(ir.Constant(I32, x) for x in (0, level, 1))])
 
     # Control
 
