@@ -44,6 +44,23 @@ class Tile:
         return [(0, wider, width + 1)] * (wider > 0) + [(wider * (width + 1), tiles - wider, width)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """A block of rows that will be read soon."""
+
+    part: Part
+    page: Value
+    head: Value
+    token: Value
+
+    def ask(self, i: int | Value, d: Value | None = None) -> None:
+        """For the 16 numbers from dim `d` on of token i, or for all of the token."""
+        if d is None:
+            self.part.ask(self.page, self.head, self.token + i, dims=self.part.dims)
+        else:
+            self.part.ask(self.page, self.head, self.token + i, d)
+
+
 class Walk:
     """A part: one split of one slot and KV head."""
 
@@ -94,8 +111,7 @@ class Walk:
         valid = c.minimum(self.count - number * PAGE, PAGE)
 
         def keys(token: Value) -> None:
-            self.v.prefetch(page, self.head, token, BLOCK)
-            load = self._rows(self.k, page, token, c.minimum(valid - token, BLOCK), rows)
+            load = self._rows(self.k, page, token, c.minimum(valid - token, BLOCK), rows, Ahead(self.v, page, self.head, token))
             self._tiles(lambda column, width: self._score(load, token, column, width, scores))
 
         c.loop(0, valid, [], keys, step=BLOCK)
@@ -103,18 +119,28 @@ class Walk:
         following = self.table.integer(self.slot, c.minimum(number + SPLITS, pages - 1))
 
         def values(token: Value) -> None:
-            self.k.prefetch(following, self.head, token, BLOCK)
             tokens = c.minimum(valid - token, BLOCK)
-            load = self._rows(self.v, page, token, tokens, rows)
+            load = self._rows(self.v, page, token, tokens, rows, Ahead(self.k, following, self.head, token))
             self._tiles(lambda column, width: self._add(load, token, tokens, column, width, scores))
 
         c.loop(0, valid, [], values, step=BLOCK)
 
-    def _rows(self, part: Part, page: Value, token: Value, tokens: Value, rows: View) -> Rows:
-        """The block's keys or values, decoded into `rows` where they are not float32 already."""
+    def _rows(self, part: Part, page: Value, token: Value, tokens: Value, rows: View, ahead: Ahead) -> Rows:
+        """The block's keys or values, decoded into `rows` where they are not float32 already. Whoever reads them asks for
+        what comes next at the same pace: asked for at once, it would hold everything up until it is there."""
         if part.plain:
-            return lambda i, d: part.codes.load(page, self.head, token + i, d, lanes=LANES)
-        self.c.loop(0, tokens, [], lambda i: part.load(page, self.head, token + i, rows, i))
+
+            def stored(i: int | Value, d: Value) -> Value:
+                ahead.ask(i, d)
+                return part.codes.load(page, self.head, token + i, d, lanes=LANES)
+
+            return stored
+
+        def one(i: Value) -> None:
+            ahead.ask(i)
+            part.load(page, self.head, token + i, rows, i)
+
+        self.c.loop(0, tokens, [], one)
         return lambda i, d: rows.load(i, d, lanes=LANES)
 
     def _tiles(self, body: Callable[[Value, int], None]) -> None:

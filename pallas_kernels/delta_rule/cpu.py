@@ -102,7 +102,7 @@ def each_block(c: Code, layout: Layout, recurrent: View, records: View, slot: Va
 
     def columns(column: Value) -> None:
         ahead = recurrent.part(slot, head + 1)
-        c.loop(0, layout.key_dim * LANES, [], lambda i: c.prefetch(ahead.at(0, column * layout.key_dim + i)), step=LANES)
+        c.loop(0, layout.key_dim * LANES, [], lambda i: c.prefetch(ahead.at(0, column * layout.key_dim + i), level=2), step=LANES)
         body(Block(c, layout, records, head, column, held))
 
     c.loop(0, layout.value_dim, [], columns, step=LANES)

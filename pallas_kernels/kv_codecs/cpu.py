@@ -6,7 +6,7 @@ there, and what follows them is integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pallas_kernels.cpu.emit import F32, I8, I32, LANES, Code, Value, View
 from pallas_kernels.kv_codecs.formats import ROTATION_GROUP, SCALE_GROUP, WORD_DIMS, layout_of
@@ -14,6 +14,7 @@ from pallas_kernels.kv_codecs.formats import ROTATION_GROUP, SCALE_GROUP, WORD_D
 _ONE = 1 << 12  # a code step in the encoder's fixed point, see four_bit.py
 _LIMIT = 10.5 * _ONE
 _FREE_BIT = 28
+_LINE = 64  # bytes of a cache line
 _LARGEST_FP16 = 65504.0
 _REBIAS = 117 << 23  # of a scale byte, see scale_byte.py
 _TWENTY_FOUR = 0x41800000  # bits of 16.0; with a nibble 16 up: 24 + code
@@ -22,8 +23,9 @@ _TWENTY_FOUR = 0x41800000  # bits of 16.0; with a nibble 16 up: 24 + code
 class Part:
     """K or V of a pool inside a kernel: views of its codes `[pages, kv_heads, 64, ...]`, and scales where the format has them."""
 
-    def __init__(self, c: Code, format: str, part: str, leaves: list[View]):
-        self.c, self.kind = c, layout_of(format, part).kind
+    def __init__(self, c: Code, format: str, part: str, leaves: Sequence[View]):
+        layout = layout_of(format, part)
+        self.c, self.kind, self.dims = c, layout.kind, leaves[0].shape[-1] * layout.dims_per_code
         self.codes, self.scales = leaves[0], leaves[1] if len(leaves) > 1 else None
 
     @property
@@ -31,12 +33,11 @@ class Part:
         """Whether rows can be read as they are stored."""
         return self.codes.dtype == "float32"
 
-    def prefetch(self, page: Value, head: Value, row: Value, rows: int) -> None:
-        """Asks for the codes of `rows` rows."""
-        size = rows * self.codes.shape[-1] * self.codes.itemsize
-        start = self.codes.part(page, head, row)
-        lines = self.c.view(start.pointer, (size,), "uint8")
-        self.c.loop(0, size, [], lambda i: self.c.prefetch(lines.at(i)), step=64)
+    def ask(self, page: Value, head: Value, row: Value, dim: int | Value = 0, dims: int = LANES) -> None:
+        """Asks, into the second cache, for the codes of `dims` dims of a row, from `dim` on (0 where they are not float32)."""
+        size = dims * self.codes.itemsize * self.codes.shape[-1] // self.dims
+        for at in range(0, max(size, 1), _LINE):
+            self.c.prefetch(self.codes.at(page, head, row, dim + at // self.codes.itemsize), level=2)
 
     def load(self, page: Value, head: Value, row: Value, to: View, at: Value) -> None:
         """The stored row as float32 into row `at` of `to` `[..., head_dim]`, in the stored basis."""
