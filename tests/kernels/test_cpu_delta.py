@@ -273,6 +273,14 @@ def test_gates_at_their_ends_and_inputs_of_zero():
     assert decay.min() == 0 and decay.max() == 1 and beta.max() == 1
 
 
+def test_states_and_rings_change_in_place():
+    arguments = {n: jnp.array(a) for n, a in draw(ODD, 1).items()}
+    changing = {n: arguments.pop(n) for n in ("conv", "recurrent", "records")}
+    pointers = [a.unsafe_buffer_pointer() for a in changing.values()]
+    _, *after = _decode(changing, arguments, 1)
+    assert [a.unsafe_buffer_pointer() for a in after] == pointers
+
+
 def test_heads_that_do_not_fit_are_named():
     layer = dataclasses.replace(ODD, value_dim=24)
     with pytest.raises(ValueError, match=r"^delta_decode: key_dim 48 and value_dim 24 must be multiples of 16"):
