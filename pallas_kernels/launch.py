@@ -25,7 +25,6 @@ from jax.experimental.pallas import triton as _triton
 UPSTREAM_WARNING = r".*Pallas Triton.*deprecated.*"
 
 _log = logging.getLogger(__name__)
-IMPLEMENTATIONS = ("auto", "pallas", "xla", "triton")
 
 # How XLA compiles for a card, whether the card is there or not: what was looked through without one is what runs on it.
 COMPILER_OPTIONS: Mapping[str, Any] = {
@@ -138,51 +137,54 @@ def packed(asm: str, twin: Callable[..., jax.Array], *args: jax.Array, dtype: An
     return result
 
 
-def by_platform(
-    *args: Any, pallas: Callable, xla: Callable, triton: Callable | None = None, impl: str = "auto", unfit: str = ""
-) -> Any:
-    """`pallas(*args)` or `xla(*args)`: `auto` takes Pallas on a CUDA GPU and XLA on a CPU.
+def by_platform(*args: Any, impl: str = "auto", unfit: str | Mapping[str, str] = "", **forms: Callable[..., Any] | None) -> Any:
+    """`forms[impl](*args)`: the forms of an op by name, `xla` and mostly `pallas` (a CUDA GPU's) among them; `cpu` is compiled
+    by `pallas_kernels.cpu`. A form that is None is not there.
 
-    unfit: why there is no Pallas kernel for these shapes, if so. `auto` then takes XLA's form everywhere, and says so in
-    the log when that is for a GPU; `pallas` refuses (ValueError).
+    `auto` takes Pallas on a CUDA GPU and XLA on a CPU, or what `lowering_for` prefers where the op has it; a name insists.
+    unfit: why there is no kernel for these shapes, by form or, as a string, for `pallas`. `auto` then takes XLA's form, and
+    says so in the log where another would have run; the name refuses (ValueError, also for a name that is no form).
 
     The choice is made when the program is lowered, so that compiling for a card on a machine without one picks what
-    the card will run; within `lowering_for` it is known before, and the other form is not even traced. `pallas` and
-    `xla` insist, and so does `triton`, where there is such a form.
+    the card will run; within `lowering_for` it is known before, and the other forms are not even traced.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: {impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    if unfit and impl == "pallas":
-        raise ValueError(unfit)
-    if unfit and impl == "auto":
-        if _platform.get() not in (None, "cpu") or (_platform.get() is None and jax.default_backend() == "gpu"):
-            _log.warning("XLA's form runs instead of a Pallas kernel: %s", unfit)
-        impl = "xla"
-    if impl == "auto":
-        impl = {None: "auto", "cpu": "xla"}.get(_platform.get(), "pallas")
-    if impl == "triton":
-        if triton is None:
-            raise ValueError("impl: 'triton' is only for quantised_linear of up to 16 rows")
-        return triton(*args)
-    if impl == "pallas":
-        return pallas(*args)
-    if impl == "xla":
-        return xla(*args)
-    return jax.lax.platform_dependent(*args, cuda=pallas, default=xla)
+    forms = {name: form for name, form in forms.items() if form is not None}
+    unfit = {"pallas": unfit} if isinstance(unfit, str) else unfit
+    if impl != "auto":
+        if impl not in forms:
+            raise ValueError(f"impl: {impl!r} is not one of auto, {', '.join(forms)}")
+        if unfit.get(impl):
+            raise ValueError(unfit[impl])
+        return forms[impl](*args)
+    platform, preferred = _lowering.get()
+    if preferred in forms:
+        wanted = preferred
+    elif platform is None:
+        wanted = "pallas" if "pallas" in forms else "xla"
+    else:
+        wanted = "xla" if platform == "cpu" or "pallas" not in forms else "pallas"
+    if unfit.get(wanted):
+        if platform is not None or jax.default_backend() == "gpu":
+            _log.warning("XLA's form runs instead of a kernel (%s): %s", wanted, unfit[wanted])
+        wanted = "xla"
+    if platform is None and wanted == "pallas":
+        return jax.lax.platform_dependent(*args, cuda=forms["pallas"], default=forms["xla"])
+    return forms[wanted](*args)
 
 
-_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+_lowering: contextvars.ContextVar[tuple[str | None, str | None]] = contextvars.ContextVar("lowering", default=(None, None))
 
 
 @contextlib.contextmanager
-def lowering_for(platform: str) -> Iterator[None]:
-    """A context in which whatever is traced will be compiled for `platform`, "cpu" or "cuda"."""
-    token = _platform.set(platform)
+def lowering_for(platform: str, prefer: str | None = None) -> Iterator[None]:
+    """A context in which whatever is traced will be compiled for `platform`, "cpu" or "cuda"; `auto` takes the form `prefer`
+    of every op that has it."""
+    token = _lowering.set((platform, prefer))
     try:
         with quiet():
             yield
     finally:
-        _platform.reset(token)
+        _lowering.reset(token)
 
 
 @contextlib.contextmanager

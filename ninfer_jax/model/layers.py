@@ -106,11 +106,8 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """x `[tokens, in]`, normed first by `norm`; swiglu: the columns are gate | up, the result is silu(gate) up;
         residual: added to the result."""
-        y = linear(x if norm is None else norm(x), self.weight[...], out_dtype=out_dtype)
-        if swiglu:
-            gate, up = jnp.split(y, 2, axis=-1)
-            y = jax.nn.silu(gate) * up
-        return y if residual is None else residual + y
+        prologue = {} if norm is None else {"norm": norm.weight[...], "eps": norm.eps}
+        return linear(x, self.weight[...], residual=residual, swiglu=swiglu, out_dtype=out_dtype, **prologue)
 
 
 def _columns(outputs: int | Mapping[str, int]) -> tuple[int, tuple[tuple[str, int], ...] | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import launch
-from pallas_kernels.decode_attention import kernel, reference
+from pallas_kernels.decode_attention import cpu, kernel, reference
 from pallas_kernels.kv_codecs import check_format
 from pallas_kernels.kv_pages import KVPages
 
@@ -31,7 +31,8 @@ def decode_attention(
     (0 for an empty slot: zeros come back). The result is softmax(q K^T) V in the model's basis, times sigmoid(gate). The
     cost follows `filled`, not the table's width; a row's bits do not depend on the rows beside it.
 
-    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist. ValueError for shapes that do not fit.
+    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas`, `cpu` (compiled by LLVM) and `xla` insist. ValueError for
+    shapes that do not fit.
     """
     _check(q, projected, pool, table, positions, filled, format)
     arguments = (q, projected, pool, table, positions, filled)
@@ -39,9 +40,9 @@ def decode_attention(
     def by(attend):
         return lambda *a: attend(*a, format=format)
 
-    pallas, xla = by(kernel.decode_attention), by(reference.decode_attention)
+    forms = {name: by(module.decode_attention) for name, module in (("pallas", kernel), ("cpu", cpu), ("xla", reference))}
     unfit = kernel.unfit(q.shape, jax.tree.leaves(pool.k)[0].shape[1], format)
-    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl, unfit=unfit)
+    return launch.by_platform(*arguments, **forms, impl=impl, unfit=unfit)
 
 
 def _check(

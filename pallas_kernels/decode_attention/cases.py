@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import kv_codecs
-from pallas_kernels.decode_attention import kernel, reference, tiles
+from pallas_kernels.decode_attention import cpu, kernel, reference, tiles
 from pallas_kernels.kv_pages import PAGE, pages_struct
+from pallas_kernels.lab.on_cpu import OnCpu
 
 HEADS, KV_HEADS, HEAD_DIM = 24, 4, 256
 CONTEXT = 262144
@@ -131,6 +132,14 @@ class Case:
         return self.pages_walked * self.kv_heads * (PAGE // shape.tokens) * each_step
 
 
+class OnACpu(OnCpu, Case):
+    dtype = jnp.float32
+    allowed_error = 1e-5
+
+    def run(self, *arguments: Any) -> jax.Array:
+        return cpu.decode_attention(*arguments, format=self.format)
+
+
 def _random(key: jax.Array, leaf: Any) -> jax.Array:
     """Stored numbers whose values are about 1."""
     if leaf.dtype == jnp.uint8:  # a 4-bit scale of either sign, 0.125 to 0.23
@@ -171,4 +180,17 @@ SMALL = tuple(
         config=kernel.Config(splits=3),
     )
     for case in (*CASES, Case("f32", "f32"))
+)
+
+
+def _on_cpu(name: str, format: str, rows: int, filled: int) -> OnACpu:
+    return OnACpu(f"cpu.{name}", format, rows, (filled,), filled, filled // PAGE)
+
+
+# One row over 8,192 tokens in every format; four rows; a short context.
+ON_CPU = (
+    *(_on_cpu(format, format, 1, 8192) for format in kv_codecs.FORMATS),
+    _on_cpu("f32.4rows", "f32", 4, 8192),
+    _on_cpu("rk4v4-e8.4rows", "rk4v4-e8", 4, 8192),
+    _on_cpu("f32.short", "f32", 1, 512),
 )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import launch
-from pallas_kernels.delta_decode import kernel, reference
+from pallas_kernels.delta_decode import cpu, kernel, reference
 from pallas_kernels.delta_decode.reference import decode_rows
 from pallas_kernels.delta_rule import Layout, ring_rows
 
@@ -47,7 +47,8 @@ def delta_decode(
     call's start is (start + count) mod ring, and its count how many of them it takes. recurrent is written only where rows
     waited. A slot that takes no part gives zeros and keeps all its bits. A row's bits depend on the rows before it only.
 
-    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist. ValueError for shapes that do not fit.
+    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas`, `cpu` (compiled by LLVM) and `xla` insist. ValueError for
+    shapes that do not fit.
     """
     check_delta("delta_decode", projected, ab, conv, recurrent, taps, a_log, dt_bias, norm)
     if projected.shape[0] != recurrent.shape[0] * rows:
@@ -57,14 +58,17 @@ def delta_decode(
     def pallas(*a):
         return kernel.delta_decode(*a[:-1], rows=rows, eps=eps)
 
+    def compiled(*a):
+        return cpu.delta_decode(*a[:-1], rows=rows, eps=eps)
+
     def xla(*a):
         return reference.delta_decode(*a, rows=rows, eps=eps)
 
     arguments = (projected, ab, conv, recurrent, records, start, count, taps, a_log, dt_bias, norm, zero)
-    unfit = unfit_heads("delta_decode", recurrent)
-    if not unfit and rows > kernel.MAX_ROWS:
-        unfit = f"delta_decode: rows {rows}, the kernel takes at most {kernel.MAX_ROWS}"
-    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl, unfit=unfit)
+    unfit = {"pallas": unfit_heads("delta_decode", recurrent), "cpu": cpu.unfit("delta_decode", *recurrent.shape[2:])}
+    if not unfit["pallas"] and rows > kernel.MAX_ROWS:
+        unfit["pallas"] = f"delta_decode: rows {rows}, the kernel takes at most {kernel.MAX_ROWS}"
+    return launch.by_platform(*arguments, pallas=pallas, cpu=compiled, xla=xla, impl=impl, unfit=unfit)
 
 
 def unfit_heads(op: str, recurrent: jax.Array) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_decode import kernel, reference
+from pallas_kernels.delta_decode import cpu, kernel, reference
 from pallas_kernels.delta_rule import Layout, Transitions, ring_rows
 from pallas_kernels.lab import rows
+from pallas_kernels.lab.on_cpu import OnCpu
 
 EPS = 1e-6
 
@@ -28,6 +29,8 @@ class Heads:
     value_dim: int = 128
     width: int = 4
     room: int = 0  # rows a slot that the rings are made for, where more than `rows`
+
+    itemsize = 2  # of an activation
 
     @property
     def channels(self) -> int:
@@ -69,12 +72,12 @@ class Heads:
     @property
     def conv_bytes(self) -> int:
         """Bytes of one window per slot."""
-        return 2 * self.slots * (self.width - 1) * self.channels
+        return self.itemsize * self.slots * (self.width - 1) * self.channels
 
     @property
     def raw_bytes(self) -> int:
         """Bytes of the convolution inputs of a pass."""
-        return 2 * self.tokens * self.channels
+        return self.itemsize * self.tokens * self.channels
 
     @property
     def record_bytes(self) -> int:
@@ -83,7 +86,7 @@ class Heads:
 
     def ring_bytes(self) -> tuple[int, int]:
         """Bytes of both rings whole: raw inputs and records."""
-        return 2 * self.slots * self.ring * self.channels, 4 * self.slots * self.ring * self.layout.columns
+        return self.itemsize * self.slots * self.ring * self.channels, 4 * self.slots * self.ring * self.layout.columns
 
     @property
     def weight_bytes(self) -> int:
@@ -158,10 +161,10 @@ class Case(Heads):
     def ideal_bytes(self) -> int:
         """States read and written, inputs, windows, taps and small weights, old records read; raw inputs, new records
         and outputs written."""
-        inputs = 2 * self.tokens * (self.channels + self.inner + 2 * self.value_heads) + self.conv_bytes
+        inputs = self.itemsize * self.tokens * (self.channels + self.inner + 2 * self.value_heads) + self.conv_bytes
         weights = 4 * (self.channels * self.width + 2 * self.value_heads + self.value_dim)
         rings = self.raw_bytes + 2 * self.record_bytes
-        return 2 * self.state_bytes + inputs + weights + rings + 2 * self.tokens * self.inner
+        return 2 * self.state_bytes + inputs + weights + rings + self.itemsize * self.tokens * self.inner
 
     def moved_bytes(self, report: Any) -> int:
         """Bytes of what is touched: of the rings a call reads and writes parts."""
@@ -175,6 +178,13 @@ class Case(Heads):
         return self.tokens * (5 * self.inner * self.key_dim + self.channels * self.width)
 
 
+class OnACpu(OnCpu, Case):
+    allowed_error = 1e-5
+
+    def run(self, *arguments: Any) -> Any:
+        return cpu.delta_decode(*arguments, rows=self.rows, eps=EPS)
+
+
 CASES = (Case("1x1", slots=1, rows=1), Case("1x4", slots=1, rows=4), Case("1x6", slots=1, rows=6), Case("4x4", slots=4, rows=4))
 # Twins a CPU interprets in a moment.
 SMALL = (
@@ -182,4 +192,9 @@ SMALL = (
     Case("1x4.small", slots=1, rows=4, key_heads=2, value_heads=6, key_dim=64),
     Case("1x6.small", slots=1, rows=6, key_heads=2, value_heads=6, key_dim=64, value_dim=64),
     Case("4x4.small", slots=3, rows=4, key_heads=2, value_heads=6, key_dim=64, value_dim=64),
+)
+# Of the 27B, and of a hybrid of 149 million parameters.
+ON_CPU = (
+    *(OnACpu(f"cpu.{c.name}", slots=c.slots, rows=c.rows) for c in CASES),
+    OnACpu("cpu.149M", slots=1, rows=1, key_heads=4, value_heads=8),
 )

@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels import launch
 from pallas_kernels.delta_decode import check_rings, unfit_heads
-from pallas_kernels.delta_fold import kernel, reference
+from pallas_kernels.delta_fold import cpu, kernel, reference
 from pallas_kernels.delta_fold.reference import shift_window
 
 __all__ = ["delta_fold", "shift_window"]
@@ -28,15 +28,20 @@ def delta_fold(
     `delta_decode`; a negative count leaves a slot as it is. In place: donate the
     first two. The bits are those of decoding one row at a time.
 
-    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist. ValueError for shapes that do not fit.
+    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas`, `cpu` (compiled by LLVM) and `xla` insist. ValueError for
+    shapes that do not fit.
     """
     check_rings("delta_fold", recurrent, conv, records, start, count, rows=1, width=width)
 
     def pallas(*a):
         return kernel.delta_fold(*a[:-1], width=width)
 
+    def compiled(*a):
+        return cpu.delta_fold(*a[:-1], width=width)
+
     def xla(*a):
         return reference.delta_fold(*a, width=width)
 
     arguments = (recurrent, conv, records, start, count, zero)
-    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl, unfit=unfit_heads("delta_fold", recurrent))
+    unfit = {"pallas": unfit_heads("delta_fold", recurrent), "cpu": cpu.unfit("delta_fold", *recurrent.shape[2:])}
+    return launch.by_platform(*arguments, pallas=pallas, cpu=compiled, xla=xla, impl=impl, unfit=unfit)

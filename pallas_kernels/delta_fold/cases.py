@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.delta_decode.cases import Heads
-from pallas_kernels.delta_fold import kernel, reference
+from pallas_kernels.delta_fold import cpu, kernel, reference
 from pallas_kernels.lab import rows
+from pallas_kernels.lab.on_cpu import OnCpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +64,15 @@ class Case(Heads):
         return 2 * self.tokens * self.inner * self.key_dim
 
 
+class OnACpu(OnCpu, Case):
+    def run(self, *arguments: Any) -> Any:
+        return cpu.delta_fold(*arguments, width=self.width)
+
+
 CASES = (Case("1x4", slots=1, rows=4), Case("4x4", slots=4, rows=4))
 # Twins a CPU interprets in a moment; with three slots, nothing waits in one.
 SMALL = (
     Case("1x4.small", slots=1, rows=4, key_heads=2, value_heads=6),
     Case("4x4.small", slots=3, rows=2, key_heads=2, value_heads=6, key_dim=64, value_dim=64),
 )
+ON_CPU = tuple(OnACpu(f"cpu.{c.name}", slots=c.slots, rows=c.rows) for c in CASES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels import launch
-from pallas_kernels.kv_append import kernel, reference
+from pallas_kernels.kv_append import cpu, kernel, reference
 from pallas_kernels.kv_append.reference import Heads, gates, split_heads
 from pallas_kernels.kv_codecs import check_format
 from pallas_kernels.kv_pages import KVPages
@@ -36,7 +36,8 @@ def attention_inputs(
     nobody reads. Queries come scaled by head_dim^-1/2 and in the basis in which `format` stores keys (H64 of each 64 dims
     for rotated formats): what `decode_attention` and `prefill_attention` take.
 
-    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist. ValueError for shapes that do not fit.
+    impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas`, `cpu` (compiled by LLVM) and `xla` insist. ValueError for
+    shapes that do not fit.
     """
     _check(projected, q_norm, k_norm, cos, sin, pool, table, positions, format)
     arguments = (projected, q_norm, k_norm, cos, sin, pool, table, positions)
@@ -44,8 +45,8 @@ def attention_inputs(
     def by(attend):
         return lambda *a: attend(*a, format=format, eps=eps)
 
-    pallas, xla = by(kernel.attention_inputs), by(reference.attention_inputs)
-    return launch.by_platform(*arguments, pallas=pallas, xla=xla, impl=impl, unfit=_unfit(q_norm.shape[0], cos.shape[1]))
+    forms = {name: by(module.attention_inputs) for name, module in (("pallas", kernel), ("cpu", cpu), ("xla", reference))}
+    return launch.by_platform(*arguments, **forms, impl=impl, unfit=_unfit(q_norm.shape[0], cos.shape[1]))
 
 
 def _unfit(head_dim: int, pairs: int) -> str:

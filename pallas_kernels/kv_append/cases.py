@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import kv_codecs
-from pallas_kernels.kv_append import kernel, reference
+from pallas_kernels.kv_append import cpu, kernel, reference
 from pallas_kernels.kv_pages import PAGE, KVPages, pages_struct
 from pallas_kernels.lab import rows
+from pallas_kernels.lab.on_cpu import OnCpu
 
 EPS = 1e-6
 ROPE_THETA = 1e7
@@ -36,6 +37,7 @@ class Case:
     pages_per_slot: int = 262144 // PAGE
 
     op = "kv_append"
+    itemsize = 2  # of an activation
     donate = (5,)
     multiply_adds = 0
     # The reference rounds both products of the rotary embedding, the kernel their sum: some codes fall the other way, and
@@ -97,7 +99,7 @@ class Case:
     def ideal_bytes(self) -> int:
         """q, k and v read once, q, codes and scales written once, and what turns, scales and places them."""
         heads = self.query_heads + 2 * self.kv_heads
-        read = self.tokens * 2 * (heads * self.dims + 2 * self.half) + 2 * 4 * self.dims + 2 * 4 * self.tokens
+        read = self.tokens * self.itemsize * (heads * self.dims + 2 * self.half) + 2 * 4 * self.dims + 2 * 4 * self.tokens
         return read + self.tokens * 4 * self.query_heads * self.dims + self.written_bytes
 
     @property
@@ -114,7 +116,7 @@ class Case:
     def moved_bytes(self, report: Any) -> int:
         """Everything the report counts, less the parts of arguments that no row touches."""
         *_, pool, table, _ = self.arguments()
-        gates = 2 * self.tokens * self.query_heads * self.dims
+        gates = self.itemsize * self.tokens * self.query_heads * self.dims
         tables = 4 * (math.prod(table.shape) - self.tokens)
         both_pools = 2 * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool))
         return rows.moved_bytes(report) - gates - tables - both_pools + self.written_bytes
@@ -122,6 +124,11 @@ class Case:
     def tensor_ops(self) -> int:
         """None: nothing is multiplied by a matrix."""
         return 0
+
+
+class OnACpu(OnCpu, Case):
+    def run(self, *arguments: Any) -> tuple[jax.Array, KVPages]:
+        return cpu.attention_inputs(*arguments, format=self.format, eps=EPS)
 
 
 CASES = (
@@ -146,4 +153,9 @@ SMALL = tuple(
         pages_per_slot=5,
     )
     for case in (*CASES, Case("decode.f32", "f32"))
+)
+# A context of 4,096 tokens; all slots' rows of a round, and one row.
+ON_CPU = (
+    *(OnACpu(f"cpu.{format}", format, pages_per_slot=64) for format in kv_codecs.FORMATS),
+    OnACpu("cpu.f32.1row", "f32", tokens=1, slots=1, pages_per_slot=64),
 )

@@ -44,9 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--compare", type=Path, metavar="OLD.json", help="print what changed since that report")
     report.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that compile (1)")
 
-    command("check", "numbers against the reference: interpreted on a CPU, compiled on a GPU")
+    command("check", "numbers against the reference: a GPU's kernels interpreted on a CPU, and its own compiled")
 
-    command("bench", "times and bandwidth on the GPU that is here")
+    command("bench", "times and bandwidth on the GPU that is here; without one, of CPU kernels")
 
     tuning = command("tune", "choose block sizes for a card and write them where kernels look them up", json_file=False)
     tuning.add_argument("--by", choices=tuned.BY, default="measured", help="times on this GPU, or compiled figures (measured)")
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    for case in registry.cases(arguments.ops):
+    for case in registry.cases(arguments.ops, on_cpu=True):
         print(f"{case.op}/{case.name}")
     return 0
 
@@ -103,10 +103,12 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    cases = registry.cases(arguments.ops)
-    bench.require_gpu("bench", "; `report` models times from compiled code without one")
-    speed = bench.copy_bytes_per_second()
-    print(f"copy: {speed / 1e9:.0f} GB/s")
+    if check.on_gpu():
+        cases, speed = registry.cases(arguments.ops), bench.copy_bytes_per_second()
+        print(f"copy: {speed / 1e9:.0f} GB/s")
+    else:
+        cases, speed = registry.cpu_cases(arguments.ops), bench.read_bytes_per_second()
+        print(f"a sum on all cores: {speed / 1e9:.1f} GB/s")
     found = []
     with work.progress("timing", len(cases)) as done:
         for case in cases:

@@ -1,4 +1,5 @@
-"""Times on the GPU that is here, beside the speed at which the same GPU copies memory in the same run.
+"""Times on the GPU that is here, beside the speed at which the same GPU copies memory in the same run; without a GPU,
+times of CPU kernels beside the speed at which all cores read.
 
 One program makes many calls of a case, so that starting programs costs nothing. The calls go round several copies of
 the arguments that together exceed the L2 cache, as the layers of a model do: no call finds its weights there.
@@ -31,7 +32,8 @@ UNKNOWN_L2 = 128 * 2**20  # of a card without a description: as much as any has
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Measured. median_us: of a call; spread: (90th percentile - 10th) / median over runs; gb_s: the case's ideal bytes
-    over the median; copy_gb_s: bytes read and written by a large copy, the same way; fraction: of the two."""
+    over the median; copy_gb_s: bytes read and written by a large copy, the same way (on a CPU: read by a sum on all cores);
+    fraction: of the two."""
 
     op: str
     case: str
@@ -184,13 +186,39 @@ def copy_bytes_per_second(size: int = 2**30) -> float:
     return 2 * size * program.rounds / median
 
 
+def read_bytes_per_second(size: int = 2**28) -> float:
+    """Bytes read a second by a sum over `size` bytes on all cores of a CPU: what memory gives the simplest kernel."""
+    from pallas_kernels import cpu
+
+    parts, line = 64, 64
+    x = jnp.zeros(size // 4, jnp.float32)
+
+    def total(c: Any, x: Any, out: Any) -> None:
+        first, last = c.share(x.shape[0] // line, parts)
+
+        def add(i: Any, *sums: Any) -> list[Any]:
+            return [s + x.load(i * line + 16 * n, lanes=16) for n, s in enumerate(sums)]
+
+        sums = c.loop(first, last, c.zeros(4), add)
+        out.store(sum(sums[1:], sums[0]).sum(), c.part)
+
+    call = jax.jit(cpu.kernel("plain_sum", total, [x], [jax.ShapeDtypeStruct((parts,), jnp.float32)], parts=parts))
+    seconds = []
+    for _ in range(RUNS + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(call(x))
+        seconds.append(time.perf_counter() - start)
+    return size / statistics.median(seconds[1:])
+
+
 def copy_program(x: Any, one: Any) -> Program:
     """Reads and writes all of x eight times. One is added each time, so that the compiler can leave none out."""
     return Program.of(lambda x, one: jax.lax.optimization_barrier(x + one.astype(x.dtype)), [x, one], (0,), rounds=8)
 
 
 def table(found: list[Timing]) -> str:
-    lines = [f"{'case':42} {'us':>9} {'spread':>7} {'GB/s':>7} {'of copy':>7}"]
+    of = "of sum" if found and found[0].device == "cpu" else "of copy"
+    lines = [f"{'case':42} {'us':>9} {'spread':>7} {'GB/s':>7} {of:>7}"]
     for t in found:
-        lines.append(f"{t.op + '/' + t.case:42.42} {t.median_us:9.1f} {t.spread:7.1%} {t.gb_s:7.0f} {t.fraction:7.1%}")
+        lines.append(f"{t.op + '/' + t.case:42.42} {t.median_us:9.1f} {t.spread:7.1%} {t.gb_s:7.1f} {t.fraction:7.1%}")
     return "\n".join(lines)

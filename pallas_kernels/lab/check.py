@@ -1,4 +1,4 @@
-"""Numbers against the reference: small twins interpreted on a CPU, the real cases compiled on a GPU."""
+"""Numbers against the reference: on a CPU small twins interpreted, and CPU kernels compiled; on a GPU its cases compiled."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def on_gpu() -> bool:
 
 
 def cases(ops: list[str] | None = None) -> list[registry.Case]:
-    """Cases to check on this machine: the 27B's on a GPU, their small twins elsewhere."""
-    return registry.cases(ops, small=not on_gpu())
+    """Cases to check on this machine: the 27B's on a GPU, their small twins elsewhere, and those of CPU kernels."""
+    return registry.cases(ops, small=not on_gpu(), on_cpu=not on_gpu())
 
 
 def run(case: registry.Case, seed: int = 0, config: Any = None) -> Result:
     """A case has `sample(key)` for arguments, `reference(*arguments)` and `allowed_error` for this; `config` as `tune`."""
     arguments = case.sample(jax.random.key(seed))
-    interpret = not on_gpu()
+    interpret = not on_gpu() and not hasattr(case, "on_cpu")
     chosen = {} if config is None else {"config": config}
     got = case.call(*arguments, interpret=interpret, **chosen)
     want = case.reference(*arguments)

@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 from typing import Any, Protocol
 
-# Modules with CASES (the 27B's shapes) and SMALL (twins that a CPU can interpret).
+# Modules with CASES (the 27B's shapes), SMALL (twins that a CPU can interpret) and, where an op has one, cases of its CPU
+# kernel: ON_CPU (`lab.on_cpu`).
 MODULES = (
     "pallas_kernels.matmul.cases",
     "pallas_kernels.kv_append.cases",
@@ -66,10 +67,21 @@ class Case(Protocol):
         raise NotImplementedError
 
 
-def cases(ops: list[str] | None = None, small: bool = False) -> list[Case]:
-    """The cases of `ops` (all by default), by op name or by `op/case`; ValueError lists the known ops."""
+def cases(ops: list[str] | None = None, small: bool = False, on_cpu: bool = False) -> list[Case]:
+    """The GPU's cases of `ops` (all by default), by op name or by `op/case`; with those of CPU kernels behind them if
+    `on_cpu`. ValueError lists the known ops."""
+    return _found(ops, ["SMALL" if small else "CASES"] + ["ON_CPU"] * on_cpu)
+
+
+def cpu_cases(ops: list[str] | None = None) -> list[Case]:
+    """As `cases`, those of CPU kernels alone."""
+    return _found(ops, ["ON_CPU"])
+
+
+def _found(ops: list[str] | None, lists: list[str]) -> list[Case]:
     there = [m for m, package in OPTIONAL.values() if importlib.util.find_spec(package)]
-    known = [c for m in (*MODULES, *there) for c in getattr(importlib.import_module(m), "SMALL" if small else "CASES")]
+    modules = [importlib.import_module(m) for m in (*MODULES, *there)]
+    known = [c for name in lists for m in modules for c in getattr(m, name, ())]
     if not ops:
         return known
     names = sorted({c.op for c in known})
@@ -80,6 +92,7 @@ def cases(ops: list[str] | None = None, small: bool = False) -> list[Case]:
         if op in OPTIONAL and op not in names:
             raise ValueError(f"OP: {op} needs {OPTIONAL[op][1]}: {_EXTRA}")
         if not hits:
-            raise ValueError(f"OP: no kernel {wanted!r}; known: {', '.join(names)}, or OP/CASE as `list` prints them")
+            what = "kernel" if lists != ["ON_CPU"] else "CPU kernel"
+            raise ValueError(f"OP: no {what} {wanted!r}; known: {', '.join(names)}, or OP/CASE as `list` prints them")
         found += hits
     return found

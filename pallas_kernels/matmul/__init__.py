@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import launch
-from pallas_kernels.matmul import head, kernel, pair, prefill, reference, triton_kernel
+from pallas_kernels.matmul import cpu, cpu_quantised, head, kernel, pair, prefill, reference, triton_kernel
 from pallas_kernels.matmul.quantised import COLUMNS, QuantisedWeight, concatenate, dequantise, pack, quantise
+from pallas_kernels.norms import rms_norm
 
 __all__ = [
     "QuantisedWeight",
@@ -32,18 +33,44 @@ _TILE = 16
 HEAD_ROWS = PAIR_ROWS = kernel.ROWS  # most rows of `head_candidates` and of `quantised_linear_pair`
 
 
-def linear(x: jax.Array, w: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """x `[rows, in]` @ w `[out, in]` transposed -> `[rows, out]` in `out_dtype` (default: x's dtype).
+def linear(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    out_dtype: jnp.dtype | None = None,
+    impl: str = "auto",
+) -> jax.Array:
+    """x `[rows, in]` @ w `[out, in]` transposed -> `[rows, out]` in `out_dtype` (default: x's dtype), float32 sums.
 
-    Float32 inputs are multiplied in full float32, never TF32.
+    Float32 inputs are multiplied in full float32, never TF32. norm: weight `[in]` of a zero-centred RMSNorm of x, see
+    `norms.rms_norm`. swiglu: the columns are gate | up; the result is silu(gate) up, `[rows, out / 2]`. residual: `[rows, out
+    or out / 2]`, added to the result.
+
+    impl: `auto` is XLA; `cpu`, for up to 32 rows, gives a row the same bits whatever the number of rows.
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"linear: x {x.shape} and w {w.shape} must be [rows, in] and [out, in] with the same in")
-    if x.shape[0] > DECODE_ROWS:
-        y = _matrix(x, w)
-    else:
-        y = jax.lax.platform_dependent(x, w, cpu=_few_rows, default=_padded_tile)
-    return y.astype(out_dtype or x.dtype)
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+
+    def xla(x, w, norm, residual):
+        x = x if norm is None else rms_norm(x, norm, eps)
+        many = x.shape[0] > DECODE_ROWS
+        y = _matrix(x, w) if many else jax.lax.platform_dependent(x, w, cpu=_few_rows, default=_padded_tile)
+        y = y.astype(out_dtype)
+        if swiglu:
+            gate, up = jnp.split(y, 2, axis=-1)
+            y = jax.nn.silu(gate) * up
+        return y if residual is None else residual + y
+
+    def on_cpu(x, w, norm, residual):
+        return cpu.linear(x, w, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
+
+    few = on_cpu if x.shape[0] <= DECODE_ROWS else None
+    return launch.by_platform(x, w, norm, residual, xla=xla, cpu=few, impl=impl)
 
 
 def _matrix(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -83,7 +110,8 @@ def quantised_linear(
     activations: `int8` multiplies in 8 bits, activations rounded per row and group; for more than 16 rows only, where
         tensor cores and not memory set the pace.
     impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist. `triton` insists on the kernel compiled
-        by Triton itself, for up to 16 rows; RuntimeError where the extra `triton` is not installed.
+        by Triton itself, for up to 16 rows; RuntimeError where the extra `triton` is not installed. `cpu` reads the codes as
+        they are, up to 32 rows, activations rounded to 16 bits a group (`cpu_quantised`); RuntimeError where LLVM is missing.
 
     Up to 16 rows, a row's result has the same bits whatever the number of rows. ValueError for shapes, types or
     options that do not fit.
@@ -104,7 +132,11 @@ def quantised_linear(
     def triton(x, weight, norm, residual):
         return triton_kernel.decode(x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
 
-    return launch.by_platform(x, weight, norm, residual, pallas=pallas, xla=xla, triton=triton, impl=impl)
+    def on_cpu(x, weight, norm, residual):
+        return cpu_quantised.quantised_linear(x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
+
+    few = on_cpu if x.shape[0] <= DECODE_ROWS else None
+    return launch.by_platform(x, weight, norm, residual, pallas=pallas, xla=xla, triton=triton, cpu=few, impl=impl)
 
 
 def quantised_linear_pair(
@@ -134,7 +166,10 @@ def quantised_linear_pair(
     def xla(x, wide, narrow, norm):
         return tuple(reference.quantised_linear(x, w, norm, eps=eps, out_dtype=out_dtype) for w in (wide, narrow))
 
-    return launch.by_platform(x, wide, narrow, norm, pallas=pallas, xla=xla, impl=impl)
+    def on_cpu(x, wide, narrow, norm):
+        return tuple(cpu_quantised.quantised_linear(x, w, norm, None, eps=eps, out_dtype=out_dtype) for w in (wide, narrow))
+
+    return launch.by_platform(x, wide, narrow, norm, pallas=pallas, xla=xla, cpu=on_cpu, impl=impl)
 
 
 def head_candidates(
@@ -160,10 +195,20 @@ def head_candidates(
 
     def xla(x, weight):
         logits = reference.quantised_linear(x, weight, None, None, out_dtype=jnp.float32)
-        values, ids = jax.lax.top_k(logits[:, :valid], k)
-        return values, ids.astype(jnp.int32)
+        return _top(logits[:, :valid], k)
 
-    return launch.by_platform(x, weight, pallas=pallas, xla=xla, impl=impl)
+    def on_cpu(x, weight):
+        return _top(cpu_quantised.quantised_linear(x, weight, None, None, out_dtype=jnp.float32)[:, :valid], k)
+
+    return launch.by_platform(x, weight, pallas=pallas, xla=xla, cpu=on_cpu, impl=impl)
+
+
+def _top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    if k == 1:
+        ids = jnp.argmax(logits, axis=1, keepdims=True).astype(jnp.int32)
+        return jnp.take_along_axis(logits, ids, 1), ids
+    values, ids = jax.lax.top_k(logits, k)
+    return values, ids.astype(jnp.int32)
 
 
 def _normalise(x: jax.Array, norm: jax.Array, eps: float) -> jax.Array:

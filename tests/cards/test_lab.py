@@ -78,7 +78,7 @@ def test_list_names_every_case(capsys):
     assert main(["list"]) == 0
     printed = capsys.readouterr().out.split()
     assert OUT in printed and "head/argmax" in printed
-    assert len(printed) == len(set(printed)) == len(registry.cases())
+    assert len(printed) == len(set(printed)) == len(registry.cases(on_cpu=True))
 
 
 def test_report_json_plot_and_compare(tmp_path, capsys):
@@ -118,6 +118,20 @@ def test_check_interprets_small_twins_on_a_cpu(tmp_path, capsys):
     assert main(["check", OUT, "head/top_k", "--json", str(file)]) == 0
     results = json.loads(file.read_text())
     assert [r["mode"] for r in results] == ["interpreted"] * 2 and all(r["passed"] for r in results)
+
+
+def test_cpu_kernels_are_checked_and_timed_where_no_gpu_is(monkeypatch, tmp_path, capsys):
+    """Beside the speed at which all cores read memory."""
+    case, file = "kv_append/cpu.f32.1row", tmp_path / "rows.json"
+    assert main(["check", case, "--json", str(file)]) == 0
+    [result] = json.loads(file.read_text())
+    assert result["mode"] == "compiled" and result["passed"]
+    monkeypatch.setattr(bench, "RUNS", 3)
+    assert main(["bench", case, "--json", str(file)]) == 0
+    [row] = json.loads(file.read_text())
+    assert row["device"] == "cpu" and row["median_us"] > 0 and row["copy_gb_s"] > 0
+    printed = capsys.readouterr().out
+    assert "a sum on all cores: " in printed and "of sum" in printed and case in printed.splitlines()[-1]
 
 
 def test_tune_by_compiled_writes_what_the_projection_then_uses(monkeypatch, folder, capsys):
@@ -258,8 +272,8 @@ def test_copies_and_calls():
         (["report", "--target", "rtx2080"], "target: unknown card 'rtx2080'; known: a100"),
         (["report", OUT, "--jobs", "0"], "--jobs: 0 processes, must be at least 1"),
         (["report", OUT, "--compare", "no/such.json"], "[Errno 2] No such file or directory: 'no/such.json'"),
-        (["bench"], "bench needs a GPU, and JAX sees none here (its backend is cpu); "),
-        (["bench", "softmax"], "OP: no kernel 'softmax'; known: "),
+        (["bench", OUT], f"OP: no CPU kernel '{OUT}'; known: "),
+        (["bench", "softmax"], "OP: no CPU kernel 'softmax'; known: "),
         (["tune"], "tune needs a GPU, and JAX sees none here (its backend is cpu); `tune --by compiled --target CARD`"),
         (["tune", "--by", "compiled"], "--target: which card to compile for: a100, "),
         (["tune", "--by", "compiled", "--target", "rtx2080"], "target: unknown card 'rtx2080'; known: a100"),

@@ -1,0 +1,184 @@
+"""LLVM on this machine: what it compiles for, compiled code kept between runs, functions by address.
+
+`XLA_FLAGS=--xla_cpu_max_isa=AVX2` holds for kernels as it does for XLA's own code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import stat
+import tempfile
+import threading
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+_NEEDED = ("avx2", "fma", "f16c", "bmi2")
+_INSTEAD = "choose kernels: xla"
+_lock = threading.Lock()
+_alive: list[object] = []  # engines own the code they made
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What kernels are compiled for: LLVM's triple, name of the CPU, features as `+avx2,...`, version of LLVM."""
+
+    triple: str
+    cpu: str
+    features: str
+    llvm: str
+
+    def has(self, *features: str) -> bool:
+        return {f"+{f}" for f in features} <= set(self.features.split(","))
+
+    def key(self) -> str:
+        return "\n".join(dataclasses.astuple(self))
+
+
+@functools.cache
+def here() -> Machine:
+    """This machine. RuntimeError, in one line with what to choose instead, where kernels cannot be compiled or run."""
+    binding = _binding()
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        raise RuntimeError(f"CPU kernels are for x86-64 with AVX2 and FMA, this is {platform.machine()}: {_INSTEAD}")
+    try:
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        features, cpu = dict(binding.get_host_cpu_features()), binding.get_host_cpu_name()
+        triple, version = binding.get_process_triple(), ".".join(map(str, binding.llvm_version_info))
+    except Exception as e:
+        raise RuntimeError(f"LLVM does not start ({e}): {_INSTEAD}") from e
+    if m := re.search(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", "")):
+        features, cpu = _limited(features, cpu, m.group(1).upper())
+    missing = [f for f in _NEEDED if not features.get(f)]
+    if missing:
+        raise RuntimeError(f"CPU kernels need {', '.join(_NEEDED)}; this CPU is without {', '.join(missing)}: {_INSTEAD}")
+    wanted = sorted(f"+{name}" for name, there in features.items() if there)
+    return Machine(triple, cpu, ",".join(wanted), version)
+
+
+def _limited(features: dict[str, bool], cpu: str, isa: str) -> tuple[dict[str, bool], str]:
+    """Without what XLA would not use under the flag, and then for no CPU by name: its name would bring features back."""
+    if isa.startswith(("AVX512", "AMX")):
+        return features, cpu
+    dropped = r"avx512|avx10|avxvnni|avxifma|avxneconvert|amx|evex512"
+    if isa != "AVX2":
+        dropped += r"|^(avx2|fma|f16c|bmi2)$"
+    return {k: v for k, v in features.items() if not re.search(dropped, k)}, "x86-64"
+
+
+def function(name: str, source: str) -> int:
+    """The address of function `name` of LLVM module `source`, optimised for this machine; from the cache where it is there."""
+    machine = here()
+    key = digest(source)
+    path = _cache() / f"{key}.o" if _cache() else None
+    code = _read(path)
+    if code is None:
+        code = _compile(source, machine)
+        _write(path, code)
+    return load(name, code)
+
+
+def digest(source: str) -> str:
+    """What the code of a module depends on: its text, the machine, LLVM."""
+    return hashlib.sha256(f"{here().key()}\n{source}".encode()).hexdigest()[:32]
+
+
+def load(name: str, code: bytes) -> int:
+    """The address of function `name` of object code, which stays loaded."""
+    binding = _binding()
+    with _lock:
+        for symbol in ("malloc", "free"):
+            binding.add_symbol(symbol, ctypes.cast(getattr(ctypes.CDLL(None), symbol), ctypes.c_void_p).value)
+        engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target(here()))
+        engine.add_object_file(binding.object_file.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        _alive.append(engine)
+        return engine.get_function_address(name)
+
+
+def assembly(source: str) -> str:
+    """The machine code of a module as text, for looking at."""
+    with _lock:
+        module, target = _optimised(source, here())
+        return target.emit_assembly(module)
+
+
+def _compile(source: str, machine: Machine) -> bytes:
+    with _lock:
+        module, target = _optimised(source, machine)
+        return target.emit_object(module)
+
+
+def _optimised(source: str, machine: Machine):
+    binding = _binding()
+    try:
+        module = binding.parse_assembly(source)
+        module.verify()
+        target = _target(machine)
+        options = binding.create_pipeline_tuning_options(speed_level=3)
+        # Vectors are spelled out; these two would only make more code of the loops around them.
+        options.loop_vectorization = options.slp_vectorization = False
+        passes = binding.create_pass_builder(target, options)
+        passes.getModulePassManager().run(module, passes)
+    except RuntimeError as e:
+        raise RuntimeError(f"LLVM {machine.llvm} refuses a CPU kernel ({e}): {_INSTEAD}") from e
+    return module, target
+
+
+def _target(machine: Machine):
+    target = _binding().Target.from_triple(machine.triple)
+    return target.create_target_machine(
+        opt=3, cpu=machine.cpu, features=machine.features, reloc="pic", codemodel="default", jit=True
+    )
+
+
+def _binding():
+    try:
+        import llvmlite.binding as binding
+    except ImportError as e:
+        raise RuntimeError(f"CPU kernels need llvmlite ({e}); pip install llvmlite, or {_INSTEAD}") from e
+    return binding
+
+
+@functools.cache
+def _cache() -> Path | None:
+    """The folder of compiled code, for this user alone; None, with a warning, where there can be none."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ninfer_jax" / "cpu"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        info = folder.stat()
+        if info.st_uid != os.getuid():
+            raise PermissionError("it belongs to somebody else")
+        if stat.S_IMODE(info.st_mode) & 0o022:
+            folder.chmod(0o700)
+    except OSError as e:
+        _log.warning("compiled CPU kernels are not kept: %s: %s", folder, e)
+        return None
+    return folder
+
+
+def _read(path: Path | None) -> bytes | None:
+    """The code in a file of the cache, whose first 32 bytes are the digest of the rest; None where it is missing or damaged."""
+    try:
+        data = path.read_bytes() if path else b""
+    except OSError:
+        return None
+    return data[32:] if len(data) > 32 and hashlib.sha256(data[32:]).digest() == data[:32] else None
+
+
+def _write(path: Path | None, code: bytes) -> None:
+    if path is None:
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # of mode 0600
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(file.name, path)
+    except OSError as e:
+        _log.warning("a compiled CPU kernel is not kept: %s: %s", path, e)

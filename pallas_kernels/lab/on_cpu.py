@@ -1,0 +1,33 @@
+"""What a CPU case has in common with the GPU's case of the same op: its shapes, with float32 activations, and another call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class OnCpu:
+    """Before a `Case` among a class's bases; the class says `run(*arguments)`, the CPU kernel's call."""
+
+    on_cpu = True
+    itemsize = 4  # of an activation
+
+    def arguments(self) -> list[Any]:
+        """Shape structs for `call`."""
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, _wide(s.dtype)), super().arguments())
+
+    def sample(self, key: jax.Array) -> list[Any]:
+        """Random arguments for `call`."""
+        return jax.tree.map(lambda a: a.astype(_wide(a.dtype)), super().sample(key))
+
+    def call(self, *arguments: Any, interpret: bool = False) -> Any:
+        """The kernel, compiled by LLVM."""
+        if interpret:
+            raise ValueError(f"{self.op}/{self.name}: a CPU kernel is compiled, not interpreted")
+        return self.run(*arguments)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float32 if dtype == jnp.bfloat16 else dtype
