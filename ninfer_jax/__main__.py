@@ -1,6 +1,6 @@
 """`python -m ninfer_jax`: the same as `ninfer-jax`."""
 
-from ninfer_jax.cli.main import app
+from ninfer_jax.cli.entry import main
 
 if __name__ == "__main__":
-    app(prog_name="ninfer-jax")
+    main()

@@ -15,13 +15,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ninfer_jax.cli.entry import INTERRUPTED
 from ninfer_jax.config import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PRESETS, RECIPES
 from ninfer_jax.config.engine import DTYPES
 from ninfer_jax.files import printable
 from ninfer_jax.model_path import TINY
 from pallas_kernels.kv_formats import FORMATS, PAGE
 
-REFUSED, INTERRUPTED = 1, 130
+REFUSED = 1
 
 KV_FORMATS = ", ".join(FORMATS)
 RECIPE_NAMES = ", ".join(RECIPES)

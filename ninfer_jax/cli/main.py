@@ -46,4 +46,6 @@ app.command()(bench)
 app.command("eval")(evaluate)
 
 if __name__ == "__main__":
-    app()
+    from ninfer_jax.cli.entry import main
+
+    main()

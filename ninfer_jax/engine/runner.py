@@ -66,8 +66,18 @@ class Runner:
 
     def score(self, tokens: list[int]) -> np.ndarray:
         """Logits of every position, float32 `[tokens, vocab rows]`; uses a free slot for the duration."""
-        with self.lease(len(tokens)) as lease:
-            return np.concatenate([lease.logits(hidden)[:count] for count, hidden in lease.prefill(tokens)])
+        self._tidy()
+        rows, ahead = [], self.pool.programs.chunk + 1
+        with self.pool.transaction():
+            lease = self.pool.admit(len(tokens))
+            while lease is not None and lease.length < len(tokens):
+                count, hidden = self.pool.prefill(lease, tokens[lease.length : lease.length + ahead])
+                rows.append(self.pool.logits(hidden)[:count])
+            if lease is not None:
+                lease.end()
+        if lease is None:
+            raise ValueError("score: no slot or not enough pages are free, finish or cancel a running completion first")
+        return np.concatenate(rows)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. ValueError for one that will never fit."""

@@ -153,7 +153,7 @@ def test_scoring_beside_a_running_stream(draft_engine, plain_engine, alone, idle
 def test_scoring_needs_a_free_slot(plain_engine):
     stream = plain_engine.stream("x", params(0, 20))
     next(stream)
-    with pytest.raises(ValueError, match="no slot or not enough pages are free"):
+    with pytest.raises(ValueError, match="score: no slot or not enough pages are free"):
         plain_engine.score([1, 2, 3])
     stream.close()
     assert plain_engine.score([1, 2, 3]).shape == (3, 1088)
