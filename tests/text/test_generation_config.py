@@ -135,6 +135,24 @@ def test_every_key_that_transformers_writes_is_known(tmp_path: Path):
     assert len(content) > 60 and inert.keys() <= content.keys()
     write(tmp_path, "generation_config.json", content)
     assert GenerationDefaults.from_dir(tmp_path) == GenerationDefaults((7,))
+    # How a program goes about it, and what drafts are made by: any value is fine.
+    technical = {"cache_implementation": "static", "cache_config": {"nbits": 4}, "max_cache_len": 64, "compile_config": {"a": 1}}
+    technical |= {
+        "disable_compile": True,
+        "assistant_lookbehind": 10,
+        "target_lookbehind": 10,
+        "use_mtp": True,
+        "is_assistant": True,
+    }
+    technical |= {
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_early_exit": 3,
+        "prompt_lookup_num_tokens": 3,
+        "low_memory": 1,
+    }
+    assert technical.keys() <= content.keys()
+    write(tmp_path, "generation_config.json", content | technical)
+    assert GenerationDefaults.from_dir(tmp_path) == GenerationDefaults((7,))
     for key in content.keys() - inert.keys() - {"_from_model_config", "transformers_version"}:
         write(tmp_path, "generation_config.json", {"eos_token_id": 7} | {key: {"some": "value"}})
         try:

@@ -38,6 +38,14 @@ def test_special_flags(tokenizer_dir: Path):
     }
 
 
+@pytest.mark.parametrize(
+    "place", ["", "a\0b", __file__, f"{__file__}/below", "x" * 5000], ids=["empty", "NUL", "file", "below", "long"]
+)
+def test_a_place_that_is_none(place: str):
+    with pytest.raises(ValueError, match=r"\A.{1,400}\Z"):
+        qwen_tokenizer.build(place)
+
+
 def test_bad_requests_are_named(tmp_path: Path):
     with pytest.raises(ValueError, match="variant '4' is unknown: allowed are 3.5, 3.6, 3.8"):
         qwen_tokenizer.build(tmp_path, "4")
