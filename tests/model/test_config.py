@@ -277,7 +277,7 @@ def test_a_rope_value_that_is_no_number(key, value):
     refused(rope(**{key: value}), f"{key} is {value!r}")
 
 
-@pytest.mark.parametrize("content, what", [(None, "no such file"), ("{", "not JSON"), ("[1]", "list")])
+@pytest.mark.parametrize("content, what", [(None, "No such file"), ("{", "not JSON"), ("[1]", "list")])
 def test_a_file_that_is_no_config(tmp_path, content, what):
     file = tmp_path / "config.json"
     if content is not None:
