@@ -153,7 +153,7 @@ def test_files_that_are_no_mtp_layer(tmp_path, tensors, recipe, refused):
     mixed = mtp_file(tmp_path / "mixed.safetensors", tensors, **{"norm.weight": tensors["norm.weight"]})
     half = mtp_file(tmp_path / "half.safetensors", without(tensors, "mtp.fc"))
     refused(lambda: open_source(folder, mixed), f"--mtp {mixed}", "holds norm.weight", "no others")
-    refused(lambda: open_source(folder, tmp_path / "nothing"), "--mtp", "no such file")
+    refused(lambda: open_source(folder, tmp_path / "nothing"), "--mtp", "No such file")
     refused(lambda: convert(folder, tmp_path / "made", recipe, mtp=half), "lack 1 of 15", "mtp.fc.weight")
     whole = checkpoint(tmp_path / "whole", tensors)
     refused(lambda: open_source(whole, half), f"--mtp {half}", "an MTP layer of its own")

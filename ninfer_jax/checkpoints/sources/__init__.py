@@ -115,7 +115,7 @@ def _with_mtp(source: Source, file: Path) -> Source:
     if source.has_mtp:
         raise CheckpointError(f"--mtp {file}: {source.path} has an MTP layer of its own")
     if not file.is_file():
-        raise CheckpointError(f"--mtp {file}: no such file")
+        raise CheckpointError(f"--mtp {file}: No such file or directory")
     infos = {canonical_name(name): info for name, info in read_header(file).items()}
     other = next((name for name in infos if not name.startswith(PREFIX)), None)
     if other is not None or not infos:

@@ -44,6 +44,8 @@ class Packed(IntegerCodes):
         return mapped(self._scales)[start:stop].astype(np.float32)
 
     def zeros(self, start: int, stop: int) -> np.ndarray:
+        if self._zeros is None:
+            return super().zeros(start, stop)
         if self._zeros.dtype == "I8":
             return np.asarray(mapped(self._zeros)[start:stop])
         per_word = 32 // self.bits
@@ -62,22 +64,22 @@ def compressed_tensors(
     _check_groups(groups, quantization, infos)
     if any(group.get("input_activations") for group in groups):
         notes.append("the checkpoint means activations to be quantised too, which they are not here")
-    found: dict[str, SourceTensor] = {}
+    found: dict[str, Packed | Grid] = {}
     rest = dict(infos)
     for name in [n for n in infos if n.endswith(".weight_packed")]:
         base = name.removesuffix("_packed")
-        parts = {field: rest.pop(f"{base}_{field}", None) for field in ("packed", "scale", "shape", "zero_point", "g_idx")}
-        found[base] = _packed(base, _group_of(infos[name], quantization, groups), **parts)
+        parts = {field: rest.pop(f"{base}_{field}", None) for field in ("scale", "shape", "zero_point", "g_idx")}
+        found[base] = _packed(base, _group_of(infos[name], quantization, groups), rest.pop(name), **parts)
     for name in [n for n in infos if n.endswith(".weight_scale") and n in rest]:
         base = name.removesuffix("_scale")
-        parts = {field: rest.pop(f"{base}{field}", None) for field in ("", "_scale", "_zero_point", "_g_idx")}
-        found[base] = _grid(base, _group_of(infos[name], quantization, groups), *parts.values())
+        weight, zeros, order = (rest.pop(f"{base}{field}", None) for field in ("", "_zero_point", "_g_idx"))
+        found[base] = _grid(base, _group_of(infos[name], quantization, groups), weight, rest.pop(name), zeros, order)
     dropped = [rest.pop(name) for name in list(rest) if _ACTIVATIONS.fullmatch(name)]
     if dropped:
         notes.append(f"{len(dropped)} scales of activations and of a KV cache are left out ({dropped[0].original_name}, ...)")
     notes += lost_codes(found)
-    kinds = sorted({f"int{t.bits}" if isinstance(t, IntegerCodes) else t.words for t in found.values()})
-    return f"compressed-tensors {'+'.join(kinds)}", found | plain_tensors(rest)
+    kinds = sorted({f"int{t.bits}" if isinstance(t, Packed) else t.words for t in found.values()})
+    return f"compressed-tensors {'+'.join(kinds)}", {**found, **plain_tensors(rest)}
 
 
 def _as_stored(info: TensorInfo) -> str:

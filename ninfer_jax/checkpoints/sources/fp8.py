@@ -20,10 +20,12 @@ def fp8_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
     """CheckpointError for FP8 of another kind: e5m2, or one scale a tensor or a channel."""
     weights = {n: i for n, i in infos.items() if i.dtype.startswith("F8") and not n.endswith(SUFFIX)}
     first = next(iter(weights), None)
+    if first is None:
+        return plain_tensors(infos)
     given = quantization.get("weight_block_size")
-    block = tuple(given) if isinstance(given, list) and len(given) == 2 and all(type(b) is int and b > 0 for b in given) else None
-    if first is not None and block is None:
+    if not (isinstance(given, list) and len(given) == 2 and all(type(n) is int and n > 0 for n in given)):
         raise CheckpointError(f"{first}: FP8 without weight_block_size (one scale a tensor or channel) is not supported")
+    block = given[0], given[1]
     named = quantization.get("scale_fmt")
     if named not in (None, "ue8m0", "float32"):
         raise CheckpointError(f"{first}: FP8 with scale_fmt {named} is not supported, ue8m0 and float32 are")

@@ -38,6 +38,8 @@ class GPTQ(IntegerCodes):
         return np.ascontiguousarray(mapped(self._scales)[:, start:stop].T, np.float32)
 
     def zeros(self, start: int, stop: int) -> np.ndarray:
+        if self._lacks is None:
+            return super().zeros(start, stop)
         per_word = 32 // self.bits
         first = start // per_word
         words = np.ascontiguousarray(mapped(self._zeros)[:, first : -(-stop // per_word)])
@@ -60,8 +62,8 @@ def gptq_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any
     found: dict[str, SourceTensor] = {}
     rest = dict(infos)
     for base in bases:
-        parts = {field: rest.pop(f"{base}.{field}", None) for field in ("qweight", "qzeros", "scales", "g_idx")}
-        found[f"{base}.weight"] = _tensor(base, quantization, form, **parts)
+        parts = {field: rest.pop(f"{base}.{field}", None) for field in ("qzeros", "scales", "g_idx")}
+        found[f"{base}.weight"] = _tensor(base, quantization, form, rest.pop(f"{base}.qweight"), **parts)
     notes += lost_codes(found)
     return found | plain_tensors(rest)
 
