@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
+import importlib.resources
 import json
 import os
 import platform as machine
