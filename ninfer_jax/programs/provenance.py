@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import importlib.resources
+import importlib.util
 import json
 import os
 import platform as machine
