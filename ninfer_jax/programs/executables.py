@@ -199,7 +199,9 @@ def compile_command(setup: Setup, target: str, out: Path | str, model: str = "MO
     """The command that compiles programs for an engine of this configuration."""
     facts = setup.configuration(setup.programs())
     fields = ("context", "slots", "pool", "draft", "kv", "prefill_chunk", "dtype")
-    options = (f"--{field.replace('_', '-')} {facts[field]}" for field in fields)
+    options = [f"--{field.replace('_', '-')} {facts[field]}" for field in fields]
+    if setup.valid_ids == setup.model.vocab_size:  # as without a tokenizer, or with one that names every row
+        options.append("--no-tokenizer")
     return f"ninfer-jax compile {model} --target {target} {' '.join(options)} --out {shlex.quote(str(out))}"
 
 

@@ -75,8 +75,8 @@ def test_no_permission(tmp_path, line, monkeypatch, nothing_is_compiled):
 
 def test_places_that_are_none(tmp_path, line, nothing_is_compiled):
     (tmp_path / "file").write_text("years")
-    assert "file: File exists" in line("compile", "tiny", "--out", tmp_path / "file")
-    assert "Not a directory" in line("compile", "tiny", "--out", tmp_path / "file/below")
+    assert "file is a file, a directory is needed" in line("compile", "tiny", "--out", tmp_path / "file")
+    assert f"{tmp_path / 'file'}" in line("compile", "tiny", "--out", tmp_path / "file/below")
     said = line("compile", "tiny", "--out", tmp_path, "--report", tmp_path / "none/r.json")
     assert f"there is no directory {tmp_path / 'none'}" in said
     assert (tmp_path / "file").read_text() == "years"

@@ -24,7 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ninfer_jax", "pallas_kernels")
 # Imported by the code that is traced and no part of it: what lies in files, the devices that may be compiled for, and sizes
 # that have a field of their own.
-BESIDE = ("ninfer_jax/checkpoints/", "pallas_kernels/targets/", "pallas_kernels/tuned/", "ninfer_jax/config/presets.py")
+BESIDE = (
+    "ninfer_jax/checkpoints/",
+    "ninfer_jax/files.py",
+    "pallas_kernels/targets/",
+    "pallas_kernels/tuned/",
+    "ninfer_jax/config/presets.py",
+)
 
 
 def file_of(module: str) -> str | None:
