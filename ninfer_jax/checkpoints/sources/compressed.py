@@ -44,6 +44,7 @@ class Packed(IntegerCodes):
         return mapped(self._scales)[start:stop].astype(np.float32)
 
     def zeros(self, start: int, stop: int) -> np.ndarray:
+        assert self._zeros is not None  # asked for where there are any
         if self._zeros.dtype == "I8":
             return np.asarray(mapped(self._zeros)[start:stop])
         per_word = 32 // self.bits
@@ -66,17 +67,19 @@ def compressed_tensors(
     rest = dict(infos)
     for name in [n for n in infos if n.endswith(".weight_packed")]:
         base = name.removesuffix("_packed")
-        parts = {field: rest.pop(f"{base}_{field}", None) for field in ("packed", "scale", "shape", "zero_point", "g_idx")}
+        parts: dict[str, Any] = {
+            field: rest.pop(f"{base}_{field}", None) for field in ("packed", "scale", "shape", "zero_point", "g_idx")
+        }
         found[base] = _packed(base, _group_of(infos[name], quantization, groups), **parts)
     for name in [n for n in infos if n.endswith(".weight_scale") and n in rest]:
         base = name.removesuffix("_scale")
-        parts = {field: rest.pop(f"{base}{field}", None) for field in ("", "_scale", "_zero_point", "_g_idx")}
-        found[base] = _grid(base, _group_of(infos[name], quantization, groups), *parts.values())
+        stored: tuple[Any, ...] = tuple(rest.pop(base + field, None) for field in ("", "_scale", "_zero_point", "_g_idx"))
+        found[base] = _grid(base, _group_of(infos[name], quantization, groups), *stored)
     dropped = [rest.pop(name) for name in list(rest) if _ACTIVATIONS.fullmatch(name)]
     if dropped:
         notes.append(f"{len(dropped)} scales of activations and of a KV cache are left out ({dropped[0].original_name}, ...)")
     notes += lost_codes(found)
-    kinds = sorted({f"int{t.bits}" if isinstance(t, IntegerCodes) else t.words for t in found.values()})
+    kinds = sorted({f"int{t.bits}" if isinstance(t, IntegerCodes) else getattr(t, "words", "") for t in found.values()})
     return f"compressed-tensors {'+'.join(kinds)}", found | plain_tensors(rest)
 
 

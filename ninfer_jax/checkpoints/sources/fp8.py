@@ -21,9 +21,10 @@ def fp8_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
     weights = {n: i for n, i in infos.items() if i.dtype.startswith("F8") and not n.endswith(SUFFIX)}
     first = next(iter(weights), None)
     given = quantization.get("weight_block_size")
-    block = tuple(given) if isinstance(given, list) and len(given) == 2 and all(type(b) is int and b > 0 for b in given) else None
-    if first is not None and block is None:
+    whole = isinstance(given, list) and len(given) == 2 and all(type(b) is int and b > 0 for b in given)
+    if first is not None and not whole:
         raise CheckpointError(f"{first}: FP8 without weight_block_size (one scale a tensor or channel) is not supported")
+    block = (given[0], given[1]) if isinstance(given, list) and whole else (1, 1)  # of no use without such weights
     named = quantization.get("scale_fmt")
     if named not in (None, "ue8m0", "float32"):
         raise CheckpointError(f"{first}: FP8 with scale_fmt {named} is not supported, ue8m0 and float32 are")
@@ -38,7 +39,7 @@ def fp8_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
             )
         if scale is None:
             raise CheckpointError(f"{name} in {info.file}: FP8 without {name + SUFFIX} is not supported")
-        blocks = blocks_of(info.shape, block)
+        blocks = blocks_of((info.shape[0], info.shape[1]), block)
         if scale.shape != blocks or scale.dtype not in dtypes:
             hint = ", and scale_fmt does not say ue8m0" if scale.dtype == "U8" and named != "ue8m0" else ""
             raise CheckpointError(

@@ -42,6 +42,7 @@ class GPTQ(IntegerCodes):
         first = start // per_word
         words = np.ascontiguousarray(mapped(self._zeros)[:, first : -(-stop // per_word)])
         stored = unpacked(words, self.bits)[:, start - first * per_word : stop - first * per_word]
+        assert self._lacks is not None  # zeros are asked for where there are any
         return stored.T.astype(np.int16) + np.int16(self._lacks - self._half)
 
 
@@ -60,7 +61,7 @@ def gptq_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any
     found: dict[str, SourceTensor] = {}
     rest = dict(infos)
     for base in bases:
-        parts = {field: rest.pop(f"{base}.{field}", None) for field in ("qweight", "qzeros", "scales", "g_idx")}
+        parts: dict[str, Any] = {f: rest.pop(f"{base}.{f}", None) for f in ("qweight", "qzeros", "scales", "g_idx")}
         found[f"{base}.weight"] = _tensor(base, quantization, form, **parts)
     notes += lost_codes(found)
     return found | plain_tensors(rest)
