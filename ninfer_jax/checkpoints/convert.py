@@ -83,8 +83,9 @@ def repackable(parameters: Sequence[ParameterSpec], source: Source) -> tuple[dic
             continue
         own = {t.name: source.tensors[t.name].group for t in spec.tensors if t.name in source.tensors}
         kinds = set(own.values())
-        if len(kinds) == 1 and None not in kinds:
-            groups[spec.name] = kinds.pop()
+        group = next(iter(kinds), None) if len(kinds) == 1 else None
+        if group is not None:
+            groups[spec.name] = group
         elif kinds - {None}:
             said = ", ".join(f"{name} {'not quantised' if g is None else f'group {g}'}" for name, g in own.items())
             notes.append(f"{spec.name}: its tensors differ ({said}), quantised again to group {spec.stored.group}")
@@ -238,8 +239,7 @@ class _Conversion:
             return
         if spec.stored is None:
             ((_, described),) = spec.arrays.items()
-            parts = [t[0 : t.shape[0]] for t in tensors]
-            values = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            values = _joined([t[0 : t.shape[0]] for t in tensors])
             into[key] = _narrowed(key, values, np.dtype(described.dtype))
             yield sum(t.nbytes for t in tensors)
             return
@@ -336,8 +336,12 @@ class _Rows:
         return codes, _finite(f"the scales of {self.name}", scales, start)
 
 
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
 def _repack(tensors: Sequence[_Rows], stored: Stored) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """As `quantise_tensors`, but with the codes that the source has, and its scales as `pack` rounds them."""
+    """The blocks of `quantise_tensors`, but with the codes that the source has, and its scales as `pack` rounds them."""
     total = sum(t.shape[0] for t in tensors)
     for start in range(0, total, BLOCK_ROWS):
         stop, at, found = min(start + BLOCK_ROWS, total), 0, []
@@ -346,7 +350,7 @@ def _repack(tensors: Sequence[_Rows], stored: Stored) -> Iterator[tuple[int, dic
             if low < high:
                 found.append(tensor.codes(low, high))
             at += tensor.shape[0]
-        codes, scales = (np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
+        codes, scales = (_joined([pair[part] for pair in found]) for part in (0, 1))
         weight = pack(jnp.asarray(codes).T, jnp.asarray(scales).T, bits=stored.bits)
         yield stop, {field: np.asarray(getattr(weight, field)) for field in stored.fields}
 

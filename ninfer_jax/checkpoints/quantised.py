@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,18 @@ class ParameterSpec:
     stored: Stored | None
 
 
-def quantise_tensors(stored: Stored, tensors: Sequence[np.ndarray]) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+class Rows(Protocol):
+    """A tensor that is read in rows: an array, or something that reads them when it is sliced."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray:
+        raise NotImplementedError
+
+
+def quantise_tensors(stored: Stored, tensors: Sequence[Rows]) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """The stored arrays of `tensors` (each `[rows, inputs]`, one after another along rows), a block of rows at a time.
 
     Yields (rows done, arrays of the block by field). The blocks of a `matrix` are joined along the last axis of every
@@ -72,7 +84,7 @@ def join(stored: Stored, blocks: Sequence[dict[str, np.ndarray]]) -> dict[str, n
     return {field: np.concatenate([block[field] for block in blocks], axis=stored.axis) for field in stored.fields}
 
 
-def _rows(tensors: Sequence[np.ndarray], start: int, stop: int) -> np.ndarray:
+def _rows(tensors: Sequence[Rows], start: int, stop: int) -> np.ndarray:
     """Rows start..stop-1 of the tensors laid one after another."""
     found, at = [], 0
     for tensor in tensors:

@@ -191,6 +191,7 @@ def _answer(
     if not quiet:
         sys.stdout.write("\n")
         sys.stdout.flush()
+    assert completion is not None  # the last piece has it
     return completion
 
 

@@ -21,7 +21,8 @@ class OneLineErrors(TyperGroup):
             code = super().main(*args, standalone_mode=False, **extra)
         except KeyboardInterrupt:  # before a command could deal with it; older versions of Typer let it through
             sys.exit(INTERRUPTED)
-        except Exception as error:
+        except Exception as raised:
+            error: Any = raised
             if type(error).__name__ == "Abort":
                 sys.exit(INTERRUPTED)
             # Typer's own copy of click raises them in some versions, click in others: told by what they can do.

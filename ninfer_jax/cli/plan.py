@@ -198,8 +198,8 @@ def _show(console: Console, made: Plan, setup: Setup) -> None:
     pool = f"{(shape.pages - 1) * 64:,} tokens"
     title = f"{made.target}: context {shape.context:,}, kv {shape.kv}, draft {shape.draft}, slots {shape.slots}, pool {pool}"
     table = Table(title=title, title_justify="left")
-    for column, justify in (("what", "left"), ("bytes", "right"), ("GiB", "right"), ("how known", "left")):
-        table.add_column(column, justify=justify)
+    for column in ("what", "bytes", "GiB", "how known"):
+        table.add_column(column, justify="right" if column in ("bytes", "GiB") else "left")
 
     def row(what: str, count: int, how: str) -> None:
         table.add_row(what, f"{count:,}", f"{count / 2**30:.3f}", how)

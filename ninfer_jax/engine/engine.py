@@ -158,6 +158,7 @@ class Engine:
         """Complete a prompt. params: None takes the checkpoint's defaults. template_options (`tools`,
         `enable_thinking`, ...) apply to messages only. on_prefill: called with (prompt tokens done, in all)."""
         *_, last = self.stream(prompt, params, on_prefill=on_prefill, **template_options)
+        assert last.completion is not None
         return last.completion
 
     def generate_many(
@@ -200,13 +201,14 @@ class Engine:
 
     def prompt_ids(self, prompt: Prompt, **template_options: Any) -> list[int]:
         """The token ids that a prompt becomes."""
+        messages: Any = prompt
         are_messages = isinstance(prompt, SequenceOf) and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
         if (are_messages or isinstance(prompt, str)) and not self.tokenizer.has_text:
             raise ValueError("prompt is text, but the engine was loaded without a tokenizer (tokenizer=None): give token ids")
         if are_messages:
             if self.template is None:
                 raise ValueError("messages: this checkpoint has no chat template, give text or token ids")
-            return render_prompt(self.template, self.tokenizer, list(prompt), **template_options).ids
+            return render_prompt(self.template, self.tokenizer, list(messages), **template_options).ids
         if template_options:
             raise ValueError(f"{', '.join(template_options)}: only messages go through the chat template")
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)

@@ -158,14 +158,15 @@ class Runner:
 
     def _prefill_step(self, sequence: Sequence) -> bool:
         """Append the next chunk of the prompt, or draw the first token if there is none; whether there was one."""
-        start = sequence.prefilled
+        start, lease = sequence.prefilled, sequence.lease
+        assert lease is not None  # it has been admitted
         if start < len(sequence.prompt):
             if start == 0:
                 sequence.start_clock()
-            count, _ = self.pool.prefill(sequence.lease, sequence.prompt[start : start + self.pool.programs.chunk + 1])
+            count, _ = self.pool.prefill(lease, sequence.prompt[start : start + self.pool.programs.chunk + 1])
             sequence.prefilled += count
             return True
-        out = _read(self.pool.begin(sequence.lease), [sequence])
+        out = _read(self.pool.begin(lease), [sequence])
         sequence.first_token()
         sequence.begun = True
         self._book(out, [sequence], drafts=None)
@@ -178,7 +179,9 @@ class Runner:
 
     def _book(self, out: RoundOutput, sequences: list[Sequence], drafts: int | None) -> None:
         for sequence in sequences:
-            slot = sequence.lease.slot
+            lease = sequence.lease
+            assert lease is not None  # who has none takes no part
+            slot = lease.slot
             count = int(out.emitted[slot])
             tokens = out.tokens[slot, :count].tolist()
             before = len(sequence.tokens)
@@ -189,7 +192,7 @@ class Runner:
                 # Drafts come first in a round; a stop string may have dropped some.
                 sequence.stats.accepted += min(int(out.accepted[slot]), len(sequence.tokens) - before)
             if sequence.finished:
-                sequence.lease.end()
+                lease.end()
 
 
 def _end(sequence: Sequence) -> None:

@@ -55,7 +55,7 @@ class Sequence:
         """Whether its reader has ended, however it did: an exception may strike before a `finally` has said so."""
         if self.reader is None:
             return False
-        reader = self.reader()
+        reader: Any = self.reader()
         return reader is None or reader.gi_frame is None
 
     def start_clock(self) -> None:

@@ -48,13 +48,11 @@ def join_and_put(parts: Sequence[np.ndarray | jax.Array]) -> jax.Array:
 
 
 def fill(
-    parameters: nnx.State,
-    arrays: MutableMapping[str, np.ndarray | jax.Array],
-    put: Callable[[Sequence[np.ndarray | jax.Array]], jax.Array] = join_and_put,
+    parameters: nnx.State, arrays: MutableMapping[str, Any], put: Callable[[Sequence[Any]], jax.Array] = join_and_put
 ) -> nnx.State:
     """`parameters` with every description replaced by the tensors of its name or names, which are taken out of `arrays`:
     tensors that share a parameter are there twice only one parameter at a time. For models without quantised parameters.
-    put: makes one array of the device from the tensors of a parameter.
+    arrays: NumPy's or JAX's. put: makes one array of the device from the tensors of a parameter.
 
     Raises ValueError, naming the tensor, when one is absent or differs in shape or dtype: nothing is ever made up.
     """

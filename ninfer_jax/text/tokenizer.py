@@ -146,11 +146,12 @@ def _token_bytes(vocab: dict[str, int], added: dict[str, int], size: int, source
             table[index] = _utf8(token, source)
     for token, index in added.items():
         table[index] = _utf8(token, source)
-    if None in table:
+    found = [token for token in table if token is not None]
+    if len(found) < size:
         raise ValueError(f"{source}: id {table.index(None)} has no token, but there are larger ids")
     if lacking := sorted(set(byte_of.values()).difference(byte_of[token] for token in vocab if token in byte_of)):
         raise ValueError(f"{source}: no token for byte {lacking[0]}, so text that has it would be lost")
-    return table
+    return found
 
 
 def _utf8(token: str, source: str) -> bytes:

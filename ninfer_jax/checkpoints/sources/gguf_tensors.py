@@ -101,7 +101,7 @@ class GGUFTensor(SourceTensor):
         stored = tuple(int(n) for n in reversed(found.shape))
         self.nbytes = int(found.n_bytes)
         per_block, self._block_bytes = GGML_QUANT_SIZES[found.tensor_type]
-        self._row_bytes = stored[-1] // per_block * self._block_bytes if len(stored) > 1 else self.nbytes
+        self._row_bytes = self.nbytes if stored[1:] == () else stored[-1] // per_block * self._block_bytes
         self._name = name.rpartition("linear_attn.")[2]
         self.shape = (stored[0], 1, *stored[1:]) if self._name == "conv1d.weight" else stored
         norm = name.endswith(("norm.weight", "norm_embedding.weight", "norm_hidden.weight"))
