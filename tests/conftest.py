@@ -7,8 +7,8 @@ compilation cache has its programs: tests use the two standard engines wherever 
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,17 +34,36 @@ ENGINES = {
     "micro_engine": "micro",
     "micro_drafting": "micro",
 }
-LONGEST_FIRST = ("e8", "standard", "model", "formats")
+LONGEST_FIRST = ("e8", "model", "standard", "micro")
+# Where numbers or code are what a test is about, it is compiled as for users.
+AS_FOR_USERS = ("model", "kernels", "cards", "evaluate")
+
+
+@contextmanager
+def compiled(*, quickly: bool) -> Iterator[None]:
+    """XLA without most of its optimisations inside, or with them: half the time to compile, answers that differ by rounding."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")
 def engine_for() -> Callable[..., Engine]:
-    """(path of the model, None for the bundled one; fields of EngineConfig) -> an engine, the same one each time."""
+    """(path of the model, None for the bundled one; `quickly`; fields of EngineConfig) -> an engine, the same one each time."""
     from ninfer_jax import Engine, EngineConfig
     from ninfer_jax.checkpoints import tiny_path
 
-    loaded = cache(lambda path, config: Engine.load(path, config))
-    return lambda path=None, **fields: loaded(path or tiny_path(), EngineConfig(**fields))
+    @cache
+    def loaded(path: Path, quickly: bool, config: EngineConfig) -> Engine:
+        with compiled(quickly=quickly):
+            return Engine.load(path, config)
+
+    return lambda path=None, quickly=False, **fields: loaded(path or tiny_path(), quickly, EngineConfig(**fields))
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +81,7 @@ def draft_engine(engine_for) -> Engine:
 @pytest.fixture(scope="session")
 def coarse_engine(engine_for) -> Engine:
     """The bundled model: one slot, no drafts, 4-bit pages, 512 tokens."""
-    return engine_for(**PLAIN | dict(kv="rk4v4"))
+    return engine_for(quickly=True, **PLAIN | dict(kv="rk4v4"))
 
 
 @pytest.fixture(scope="session")
@@ -84,35 +103,45 @@ def micro_path(tmp_path_factory, random_tensors) -> Path:
 @pytest.fixture(scope="session")
 def micro_engine(engine_for, micro_path) -> Engine:
     """Random weights: one slot, no drafts, f32 pages, 256 tokens."""
-    return engine_for(micro_path, **MICRO)
+    return engine_for(micro_path, quickly=True, **MICRO)
 
 
 @pytest.fixture(scope="session")
 def micro_drafting(engine_for, micro_path) -> Engine:
     """Random weights: two slots, one draft a round, f32 pages, 256 tokens."""
-    return engine_for(micro_path, **MICRO_DRAFTING)
+    return engine_for(micro_path, quickly=True, **MICRO_DRAFTING)
+
+
+def folder(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
         engines = [name for name in ENGINES if name in getattr(item, "fixturenames", ())]
-        if folder == "cards":
+        if folder(item) == "cards":
             item.add_marker("cards")
         if engines:
             item.add_marker("engine")
         if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(ENGINES[engines[0]] if engines else item.path.stem))
+            # The folder of the model shares its programs, see `harness` there.
+            own = "model" if "harness" in getattr(item, "fixturenames", ()) else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(ENGINES[engines[0]] if engines else own))
     order = {name: at for at, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.get_closest_marker("xdist_group").args[0], len(order)))
 
-    def rank(item: pytest.Item) -> int:
-        return order.get(item.get_closest_marker("xdist_group").args[0], len(order))
 
-    items.sort(key=rank)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    as_for_users = folder(item) in AS_FOR_USERS or item.get_closest_marker("bits")
+    with compiled(quickly=not as_for_users):
+        return (yield)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """A module's compiled functions go with it: together they took 6.5 GB of a process by the end."""
-    if (nextitem is None or nextitem.path != item.path) and (jax := sys.modules.get("jax")):
+    if nextitem is None or nextitem.path != item.path:
+        import jax
+
         jax.clear_caches()
         gc.collect()

@@ -9,15 +9,17 @@ import pytest
 from scripted import GREEDY, PROMPTS, config, run
 
 from ninfer_jax import SamplingParams
+from ninfer_jax.config import MAX_DRAFT
 
 pytestmark = [pytest.mark.engine, pytest.mark.bits, pytest.mark.xdist_group("e8")]
+K = MAX_DRAFT
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=256, seed=11, frequency_penalty=0.2, ignore_eos=True)
 
 
 @pytest.fixture
 def pair(engine_for):
-    """The same engine without drafts, and with three in two slots."""
-    return engine_for(**config(0, "rk4v4-e8")), engine_for(**config(3, "rk4v4-e8", slots=2))
+    """The same engine without drafts, and with the most that a round may have, in two slots."""
+    return engine_for(**config(0, "rk4v4-e8")), engine_for(**config(K, "rk4v4-e8", slots=2))
 
 
 @pytest.fixture
@@ -25,12 +27,25 @@ def prompt(pair):
     return pair[0].tokenizer.encode(PROMPTS[0])
 
 
-def right(truth, k=3):
+@pytest.fixture(scope="module")
+def plain_run():
+    """(engine, prompt, params) -> 120 tokens without drafts and the states after each; run once, and changed by nobody."""
+    known = {}
+
+    def of(engine, prompt, params):
+        if params not in known:
+            known[params] = run(engine, prompt, params, budget=120)
+        return known[params]
+
+    return of
+
+
+def right(truth, k=K):
     """Drafts that will all be accepted (padded past the end of the known answer)."""
     return lambda tokens: (truth[len(tokens) : len(tokens) + k] + [0] * k)[:k]
 
 
-def wrong_at(truth, position, k=3):
+def wrong_at(truth, position, k=K):
     """Drafts that are right up to `position` and wrong there."""
 
     def script(tokens):
@@ -51,37 +66,37 @@ def assert_same_states(plain, drafted):
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["own", "right", "wrong at 0", "wrong at 1", "wrong at 2"])
-def test_states_after_every_round_equal_the_plain_run(pair, prompt, params, kind):
+@pytest.mark.parametrize("kind", ["own", "right", *(f"wrong at {position}" for position in range(K))])
+def test_states_after_every_round_equal_the_plain_run(pair, plain_run, prompt, params, kind):
     plain_engine, draft_engine = pair
-    reference, plain = run(plain_engine, prompt, params, budget=120)
+    reference, plain = plain_run(plain_engine, prompt, params)
     truth = reference.tokens
     script = {"own": None, "right": right(truth)}.get(kind) or (wrong_at(truth, int(kind[-1])) if "wrong" in kind else None)
     sequence, drafted = run(draft_engine, prompt, params, script, budget=120)
     assert sequence.tokens == truth
     shared = assert_same_states(plain, drafted)
     if kind == "right":
-        assert len(shared) == 1 + -(-119 // 4)
+        assert len(shared) == 1 + -(-119 // (K + 1))
     if "wrong" in kind:
         assert [b - a for a, b in itertools.pairwise(shared)][:-1] == [1 + int(kind[-1])] * (len(shared) - 2)
 
 
-@pytest.mark.parametrize("inside", [0, 1, 2, 3])
-def test_an_end_token_inside_the_accepted_drafts(pair, prompt, inside):
+@pytest.mark.parametrize("inside", range(K + 1))
+def test_an_end_token_inside_the_accepted_drafts(pair, plain_run, prompt, inside):
     """The completion ends with it, and the state is the plain run's: nothing behind it was consumed."""
     plain_engine, draft_engine = pair
-    truth = run(plain_engine, prompt, GREEDY, budget=40)[0].tokens
-    # An id whose first appearance lies `inside` positions into some round of four.
-    end = next(t for at, t in enumerate(truth) if at > 1 and truth.index(t) == at and (at - 1) % 4 == inside)
+    truth = plain_run(plain_engine, prompt, GREEDY)[0].tokens
+    # An id whose first appearance lies `inside` positions into some round.
+    end = next(t for at, t in enumerate(truth) if at > 1 and truth.index(t) == at and (at - 1) % (K + 1) == inside)
     params = SamplingParams(temperature=0, ignore_eos=True, stop_ids=(end,))
-    reference, plain = run(plain_engine, prompt, params, budget=40)
-    sequence, drafted = run(draft_engine, prompt, params, right(truth), budget=40)
+    reference, plain = run(plain_engine, prompt, params, budget=120)
+    sequence, drafted = run(draft_engine, prompt, params, right(truth), budget=120)
     assert sequence.tokens == reference.tokens == truth[: truth.index(end) + 1]
     assert sequence.finish_reason == reference.finish_reason == "stop"
     assert_same_states(plain, drafted)
 
 
-@pytest.mark.parametrize("room", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("room", range(1, K + 4))
 def test_the_exact_context_limit(pair, prompt, room):
     plain_engine, draft_engine = pair
     long = (prompt * 60)[: plain_engine.context - room]

@@ -18,6 +18,7 @@ from ninfer_jax.engine.convert import convert
 from ninfer_jax.programs.setup import model_of
 from ninfer_jax.text import open_text
 
+pytestmark = pytest.mark.engine
 IDS = [5, 1087, 3, 1030]  # beyond the bundled tokenizer's 1,024 too: every row of the head is an id here
 
 

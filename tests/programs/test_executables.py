@@ -17,6 +17,7 @@ from ninfer_jax.programs.executables import MANIFEST, StoredPrograms
 from ninfer_jax.programs.plan import resident_bytes
 from ninfer_jax.programs.setup import model_of, resolve
 
+pytestmark = pytest.mark.engine
 SHAPES = ["--context", "256", "--draft", "1", "--prefill-chunk", "64", "--kv", "f32"]
 CONFIG = EngineConfig(context=256, draft=1, prefill_chunk=64, kv="f32")
 
