@@ -35,8 +35,9 @@ ENGINES = {
     "micro_drafting": "micro",
 }
 LONGEST_FIRST = ("e8", "model", "standard", "micro")
-# Where numbers or code are what a test is about, it is compiled as for users.
-AS_FOR_USERS = ("model", "kernels", "cards", "evaluate")
+# Folders of tests that are compiled as for users, like tests with one of these marks: what they are about is numbers or code.
+AS_FOR_USERS = {"kernels", "cards", "evaluate"}
+AS_FOR_USERS_MARKS = {"bits", "as_for_users"}
 
 
 @contextmanager
@@ -133,7 +134,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    as_for_users = folder(item) in AS_FOR_USERS or item.get_closest_marker("bits")
+    as_for_users = folder(item) in AS_FOR_USERS or any(map(item.get_closest_marker, AS_FOR_USERS_MARKS))
     with compiled(quickly=not as_for_users):
         return (yield)
 

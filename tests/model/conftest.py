@@ -1,6 +1,7 @@
 """Checkpoints and programs, made once in a test session and shared by the files of this folder."""
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,15 @@ ENGINES = {
     "ratio2-8layers-tied": dict(draft=3, slots=2),
     "ratio3-4layers": dict(draft=3, rows_together=True),
 }
+
+# These are compiled as for users, the others quickly: what they show is the mathematics of a geometry.
+AS_FOR_USERS = ("ratio3-8layers", "ratio1-4layers-tied")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent == Path(__file__).parent and any(name in item.name for name in AS_FOR_USERS):
+            item.add_marker("as_for_users")
 
 
 @pytest.fixture(scope="session")

@@ -154,7 +154,7 @@ def test_launches_of_a_delta_layer(models, rows, launches):
 def test_a_recipe_needs_bfloat16_and_a_head_of_its_own():
     with pytest.raises(ValueError, match="recipe test: needs bfloat16"):
         TextModel(CONFIG, jnp.float32, mtp=False, recipe=RECIPE)
-    with pytest.raises(ValueError, match="tied"):
+    with pytest.raises(ValueError, match="needs an output head of its own"):
         TextModel(dataclasses.replace(CONFIG, tied_embeddings=True), jnp.bfloat16, mtp=False, recipe=RECIPE)
 
 
