@@ -119,6 +119,17 @@ def directory(path: object, what: str = "path", label: str = "") -> Path:
     return path
 
 
+def regular_file(path: object, what: str = "path", label: str = "") -> Path:
+    """`path`, where a file must be; FileError otherwise."""
+    path = user_path(path, what)
+    kind = kind_of(path)
+    if kind is None:
+        raise FileError(label + missing(path))
+    if kind != "a file":
+        raise FileError(f"{label}{shown(path)} is {kind}, a file is needed")
+    return path
+
+
 def new_directory(path: object, what: str = "path", label: str = "") -> Path:
     """`path`, which must be a directory or a place for one, as far as can be told without making it; FileError otherwise."""
     path = user_path(path, what)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from ninfer_jax.cli import common
 from ninfer_jax.config import Recipe
 from ninfer_jax.config import recipe as recipe_called
-from ninfer_jax.files import new_directory, read_text
+from ninfer_jax.files import new_directory, read_text, regular_file
 from ninfer_jax.model_path import TINY, source_path
 
 
@@ -29,7 +29,7 @@ def convert(
     ] = None,
     no_tokenizer: common.NoTokenizer = False,
     mtp: Annotated[
-        Path | None, typer.Option(help="A safetensors file with the MTP layer, where the checkpoint itself has none.")
+        Path | None, common.path_option("A safetensors file with the MTP layer, where the checkpoint itself has none.")
     ] = None,
 ) -> None:
     """Quantise a checkpoint, or keep its own 4-bit codes, for `generate` to run."""
@@ -38,6 +38,8 @@ def convert(
         if bool(draft_head) != (draft_text is not None):
             raise ValueError("--draft-head N and --draft-text FILE go together: the rows are picked by the text's tokens")
         found, place = source_path(source), new_directory(destination, "DST", "DST ")
+        if mtp is not None:
+            regular_file(mtp, label="--mtp ")
         chosen = recipe_called(recipe)
         options = {"draft_head": draft_head, "draft_text": read_text(draft_text, label="--draft-text ") if draft_text else ""}
         _run(console, found, place, chosen, options | {"tokenizer": None if no_tokenizer else "auto", "mtp": mtp})

@@ -173,7 +173,7 @@ def _answer(
     console.print(header, style="dim", soft_wrap=True, markup=False)
     with bar:
         first = next(stream)
-    completion, reasoning, separator = None, False, ""
+    reasoning, separator, piece = False, "", first
     for piece in chain([first], stream):
         if piece.reasoning:
             console.print(piece.reasoning, end="", style="dim italic", markup=False, soft_wrap=True)
@@ -187,12 +187,11 @@ def _answer(
         if text and not quiet:
             sys.stdout.write(text)
             sys.stdout.flush()
-        completion = piece.completion
     if not quiet:
         sys.stdout.write("\n")
         sys.stdout.flush()
-    assert completion is not None  # the last piece has it
-    return completion
+    assert piece.completion is not None, "the last piece has it"
+    return piece.completion
 
 
 def _bar(console: Console, *columns: ProgressColumn) -> Progress:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ninfer_jax.config import EngineConfig, ModelConfig
+from ninfer_jax.config import EngineConfig, ModelConfig, config_notes
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.decoding.params import MAX_STOP_IDS
 from ninfer_jax.engine import allocator
@@ -23,7 +23,7 @@ from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.weights_in import open_weights, why_no_drafts
-from ninfer_jax.files import directory
+from ninfer_jax.files import directory, read_object
 from ninfer_jax.model_path import model_path
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import StoredPrograms
@@ -50,11 +50,12 @@ class Engine:
         template: ChatTemplate | None,
         defaults: GenerationDefaults,
         model_config: ModelConfig,
+        notes: tuple[str, ...],
         started_at: int,
     ):
         self._runner, self._programs = runner, programs
         self.tokenizer, self.template, self.defaults, self.model_config = tokenizer, template, defaults, model_config
-        self._started_at = started_at
+        self._notes, self._started_at = notes, started_at
 
     @classmethod
     def load(
@@ -85,6 +86,7 @@ class Engine:
         if config.draft and (why := why_no_drafts(path, model_config, weights)):
             raise ValueError(f"draft is {config.draft}, but {why}")
         words = open_text(path, model_config.vocab_size, config.tokenizer)
+        notes = (*config_notes(read_object(path / "config.json")), *words.notes)
 
         def setup_for(platform: str) -> Setup:
             return resolve(model_config, words.tokenizer.vocab_size, config, platform, weights.recipe(platform))
@@ -104,7 +106,7 @@ class Engine:
             ready.compile_all(lambda done, total: tell("programs", done, total))
             check_memory(ready, free, compiled_workspace(ready))
         runner = Runner(ready, parameters, ready.allocate())
-        return cls(runner, ready, words.tokenizer, words.template, words.defaults, model_config, started_at)
+        return cls(runner, ready, words.tokenizer, words.template, words.defaults, model_config, notes, started_at)
 
     @property
     def device(self) -> str:
@@ -118,8 +120,8 @@ class Engine:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line for each setting of the checkpoint's tokenizer and sampling files that has no effect here."""
-        return self.tokenizer.notes + self.defaults.notes
+        """A line for each setting of the checkpoint's files that is passed over or has no effect here."""
+        return self._notes
 
     @property
     def programs(self) -> Programs:

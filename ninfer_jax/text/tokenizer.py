@@ -138,7 +138,7 @@ def _token_bytes(vocab: dict[str, int], added: dict[str, int], size: int, source
     others = [byte for byte in range(256) if byte not in set(printable)]
     # The GPT-2 table: printable bytes stand for themselves, the others for U+0100, U+0101, …
     byte_of = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-    table: list[bytes | None] = [None] * size
+    table: dict[int, bytes] = {}
     for token, index in vocab.items():
         try:
             table[index] = bytes(map(byte_of.__getitem__, token))
@@ -146,12 +146,11 @@ def _token_bytes(vocab: dict[str, int], added: dict[str, int], size: int, source
             table[index] = _utf8(token, source)
     for token, index in added.items():
         table[index] = _utf8(token, source)
-    found = [token for token in table if token is not None]
-    if len(found) < size:
-        raise ValueError(f"{source}: id {table.index(None)} has no token, but there are larger ids")
-    if lacking := sorted(set(byte_of.values()).difference(byte_of[token] for token in vocab if token in byte_of)):
-        raise ValueError(f"{source}: no token for byte {lacking[0]}, so text that has it would be lost")
-    return found
+    if (lacking := next((id_ for id_ in range(size) if id_ not in table), None)) is not None:
+        raise ValueError(f"{source}: id {lacking} has no token, but there are larger ids")
+    if (lost := next((byte for character, byte in byte_of.items() if character not in vocab), None)) is not None:
+        raise ValueError(f"{source}: no token for byte {lost}, so text that has it would be lost")
+    return [table[id_] for id_ in range(size)]
 
 
 def _utf8(token: str, source: str) -> bytes:

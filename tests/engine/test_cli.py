@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -98,7 +97,8 @@ def test_tokens_go_in_and_out(invoke, plain_engine, monkeypatch):
 
 
 def test_notes_come_before_the_answer(invoke, plain_engine, monkeypatch):
-    monkeypatch.setattr(plain_engine, "defaults", replace(plain_engine.defaults, notes=("max_length=3 is not used",)))
+    assert plain_engine.notes == ()
+    monkeypatch.setattr(Engine, "notes", ("max_length=3 is not used",))
     _, stderr = invoke("m", "--prompt", TEXT, "--max-new", "1")
     assert stderr.splitlines()[0] == "note: max_length=3 is not used"
 

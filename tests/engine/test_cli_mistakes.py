@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (["compile", "tiny", "--out", ""], "'--out': the path is empty"),
         (["compile", "tiny", "--out", "x", "--report", ""], "'--report': the path is empty"),
         (["convert", "tiny", "x", "--draft-text", ""], "'--draft-text': the path is empty"),
+        (["convert", "tiny", "x", "--mtp", ""], "'--mtp': the path is empty"),
         *(
             (["bench", "tiny", f"--{name}", ""], f"'--{name}': the path is")
             for name in ("corpus", "json", "csv", "plot", "compare")

@@ -53,6 +53,7 @@ COMMANDS = {
     "convert {} d": ("", "gone", "~/m", "model.zip", *NOWHERE),
     "convert tiny {}": ("", "text", "model.gguf", *NOWHERE),
     "convert tiny d --draft-head 9 --draft-text {}": ("gone", "folder", "model.gguf", "model.zip", "big", *NOWHERE),
+    "convert tiny d --mtp {}": ("gone", "folder", *NOWHERE),
     "bench {}": ("", "gone", "model.gguf", "model.zip", "text", "big", *NOWHERE),
     "bench tiny --json {}": ("folder", "gone/x", *NOWHERE),
     "bench tiny --csv {}": ("folder", "gone/x", *NOWHERE),

@@ -24,9 +24,10 @@ IDS = [5, 1087, 3, 1030]  # beyond the bundled tokenizer's 1,024 too: every row 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, random_tensors: dict[str, np.ndarray]) -> Path:
-    """Weights and config.json alone; no end token is named."""
+    """Weights and config.json alone; no end token is named. Two settings are to be noted."""
     path = tmp_path_factory.mktemp("bare")
-    save_checkpoint(path, random_tensors, micro.CONFIG)
+    save_checkpoint(path, random_tensors, {**micro.CONFIG, "unsloth_fixed_mtp": True})
+    (path / "generation_config.json").write_text('{"max_length": 64}')
     return path
 
 
@@ -43,7 +44,9 @@ def test_ids_give_the_ids_that_the_logits_say(engine):
     assert answer.tokens == np.argmax(logits[len(IDS) - 1 : -1], axis=1).tolist()
     *pieces, last = engine.stream(IDS, SamplingParams(temperature=0, max_new_tokens=6))
     assert [token for piece in (*pieces, last) for token in piece.tokens] == answer.tokens
-    assert engine.default_params() == SamplingParams() and engine.notes == ()
+    assert engine.default_params() == SamplingParams()
+    of_the_config, of_the_defaults = engine.notes
+    assert "unsloth_fixed_mtp" in of_the_config and "max_length=64 is not used" in of_the_defaults
 
 
 def test_any_row_may_be_drawn_and_stop_ids_end_it(engine):
