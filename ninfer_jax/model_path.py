@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ninfer_jax.files import FileError, directory, head_of, kind_of, looks_like, missing, shown, user_path
+from ninfer_jax.files import FileError, directory, head_of, kind_of, looks_like, missing, new_directory, shown, user_path
 
 TINY = "tiny"
 _PACKAGE = Path(__file__).resolve().parent
@@ -65,6 +65,15 @@ def source_path(source: str | os.PathLike[str]) -> Path:
     if kind is None and str(path) != TINY:
         raise FileError(missing(path))
     return directory(path, "source") if kind else tiny_path()
+
+
+def destination_path(destination: str | os.PathLike[str], what: str = "destination", label: str = "") -> Path:
+    """The directory that DST of a conversion names: a finished artifact, which need not be writable, or a place for one.
+    FileError otherwise. label: goes before the path in messages."""
+    path = user_path(destination, what)
+    if os.path.isfile(path / "manifest.json"):  # False for a name too long, which the next line names
+        return path
+    return new_directory(path, what, label)
 
 
 def _instead_of(path: Path, kind: str | None) -> str:

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from ninfer_jax.cli import common
 from ninfer_jax.config import Recipe
 from ninfer_jax.config import recipe as recipe_called
-from ninfer_jax.files import new_directory, read_text, regular_file
-from ninfer_jax.model_path import TINY, source_path
+from ninfer_jax.files import read_text, regular_file
+from ninfer_jax.model_path import TINY, destination_path, source_path
 
 
 def convert(
@@ -37,7 +37,7 @@ def convert(
     with common.one_line_errors(console, interrupted="interrupted; the same command goes on from here"):
         if bool(draft_head) != (draft_text is not None):
             raise ValueError("--draft-head N and --draft-text FILE go together: the rows are picked by the text's tokens")
-        found, place = source_path(source), new_directory(destination, "DST", "DST ")
+        found, place = source_path(source), destination_path(destination, "DST", "DST ")
         if mtp is not None:
             regular_file(mtp, label="--mtp ")
         chosen = recipe_called(recipe)

@@ -13,9 +13,9 @@ from ninfer_jax.checkpoints.sources import Source, open_source
 from ninfer_jax.config import ModelConfig, Recipe, config_notes
 from ninfer_jax.config import recipe as recipe_called
 from ninfer_jax.engine.draft_head import DRAFT_IDS, pick_ids, with_draft_head
-from ninfer_jax.files import new_directory, parse_json, regular_file
+from ninfer_jax.files import parse_json, regular_file
 from ninfer_jax.model import TextModel, parameters_of
-from ninfer_jax.model_path import source_path
+from ninfer_jax.model_path import destination_path, source_path
 from ninfer_jax.text import Tokenizer
 
 
@@ -39,7 +39,7 @@ def convert(
     ValueError, one line: a source or a recipe that does not fit, and what `ninfer_jax.checkpoints.convert.write_artifact` refuses.
     """
     wanted = recipe_called(recipe) if isinstance(recipe, str) else recipe
-    source, destination = source_path(source), new_directory(destination, "destination")
+    source, destination = source_path(source), destination_path(destination)
     mtp = None if mtp is None else regular_file(mtp, "mtp", "mtp: ")
     found, ids = with_mtp_count(open_source(source, mtp), given=mtp is not None), None
     if draft_head:

@@ -209,7 +209,7 @@ def test_destinations(tmp_path, source, artifact, tensors, recipe, refused):
     (other / "thesis.txt").write_text("all of it")
     refused(lambda: convert(source, other, recipe), other, "something else")
     assert [p.name for p in other.iterdir()] == ["thesis.txt"]
-    refused(lambda: convert(source, other / "thesis.txt", recipe), "thesis.txt", "something else")
+    refused(lambda: convert(source, other / "thesis.txt", recipe), "thesis.txt", "is a file, a directory is needed")
     refused(lambda: convert(source, other / "thesis.txt" / "below", recipe), "thesis.txt", "Not a directory")
     refused(lambda: convert(source, artifact.path, "q4"), artifact.path, "another source or recipe")
     refused(lambda: convert(artifact.path, tmp_path / "again", recipe), "an artifact already")

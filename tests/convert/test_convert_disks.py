@@ -65,7 +65,7 @@ def test_no_permission(tmp_path, monkeypatch, source, recipe, refused, unread):
     monkeypatch.setattr(_Conversion, "_digests", denied)
     (tmp_path / "made").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    refused(lambda: convert(source, tmp_path / "made", recipe), tmp_path / "made", "Permission denied", "may be written")
+    refused(lambda: convert(source, tmp_path / "made", recipe), tmp_path / "made", "Permission denied", "may not be written to")
 
 
 def test_a_finished_artifact_needs_neither(tmp_path, monkeypatch, source, recipe):

@@ -123,7 +123,7 @@ def test_command(tmp_path, tensors):
     assert "recipe w8, from safetensors BF16" in done.stderr
     for arguments, said in (
         ([str(folder), str(tmp_path / "other"), "--recipe", "q3"], "recipe 'q3' is unknown"),
-        ([str(tmp_path / "nothing"), str(tmp_path / "other")], "does not exist"),
+        ([str(tmp_path / "nothing"), str(tmp_path / "other")], "No such file"),
         ([str(folder), str(tmp_path / "made")], "another source or recipe"),
     ):
         failed = CliRunner().invoke(app, ["convert", *arguments])
