@@ -64,7 +64,7 @@ def in_chunks_of(chunk: int, engine: Engine) -> Engine:
     """The same model with another chunk; of its programs only those are compiled that scoring takes."""
     model = TextModel(engine.model_config, jnp.dtype("float32"), mtp=False)
     programs = Programs(model, engine.programs.shape, chunk, engine.tokenizer.vocab_size, "cpu")
-    runner = Runner(programs, engine.runner._parameters, programs.allocate())
+    runner = Runner(programs, engine.runner.pool.parameters, programs.allocate())
     return Engine(runner, programs, engine.tokenizer, engine.template, engine.defaults, engine.model_config, 0)
 
 
