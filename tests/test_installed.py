@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from processes import FUNCTIONAL
 
 from ninfer_jax.programs.provenance import code_digest
 
@@ -23,9 +22,9 @@ PIP = ("-m", "pip", "--disable-pip-version-check", "--no-cache-dir")
 OFFLINE = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
 
 
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+def run(*command: str | Path, cwd: Path) -> str:
     """stdout of a process that is not led to this checkout by its environment."""
-    own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"} | environment
+    own = {name: value for name, value in FUNCTIONAL.items() if name != "PYTHONPATH"}
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=own, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -114,8 +113,7 @@ def test_a_script_beside_folders_of_common_names(installed: tuple[str, Path], so
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"raise RuntimeError({name!r})\n")
     (tmp_path / "script.py").write_text(SCRIPT)
-    fast: Mapping[str, str] = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    package, kernels, tiny, digest, generated = run(python, "script.py", cwd=tmp_path, **fast).splitlines()
+    package, kernels, tiny, digest, generated = run(python, "script.py", cwd=tmp_path).splitlines()
     assert digest == code_digest()
     assert generated.split()[0] == "2"
     root = source if kind == "editable" else python.parent.parent

@@ -19,6 +19,7 @@ from ninfer_jax.model_path import model_path
 
 if TYPE_CHECKING:
     from ninfer_jax.engine import Completion, Engine
+    from ninfer_jax.engine.requests import Requests
 
 _Option = typer.Option
 
@@ -104,7 +105,12 @@ def _run(
 
     config = EngineConfig(**shapes)
     SamplingParams(**sampling)  # a mistake should not wait for the weights
-    engine = _load(console, path, config, loading)
+
+    def refuse(requests: Requests) -> None:
+        """Whatever the engine would refuse once it is compiled."""
+        requests.sequence(given, requests.default_params(**sampling), options)
+
+    engine = _load(console, path, config, loading | {"before": refuse})
     params = engine.default_params(**sampling)
     completion = _answer(console, engine, given, params, options, _header(path.name, engine), quiet=as_json)
     if as_json:

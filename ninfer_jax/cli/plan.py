@@ -195,7 +195,7 @@ def _show(console: Console, made: Plan, setup: Setup) -> None:
     from ninfer_jax.programs.plan import ALLOWED
 
     shape = setup.shape
-    pool = f"{(shape.pages - 1) * 64:,} tokens"
+    pool = f"{shape.pool_tokens:,} tokens"
     title = f"{made.target}: context {shape.context:,}, kv {shape.kv}, draft {shape.draft}, slots {shape.slots}, pool {pool}"
     table = Table(title=title, title_justify="left")
     for column in ("what", "bytes", "GiB", "how known"):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ import numpy as np
 
 from ninfer_jax.config import EngineConfig, ModelConfig, config_notes
 from ninfer_jax.decoding import SamplingParams
-from ninfer_jax.decoding.params import MAX_STOP_IDS
 from ninfer_jax.engine import allocator
 from ninfer_jax.engine.memory import check_memory, compiled_workspace, free_bytes
+from ninfer_jax.engine.requests import Prompt, Requests
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
@@ -28,10 +26,9 @@ from ninfer_jax.model_path import model_path
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import StoredPrograms
 from ninfer_jax.programs.setup import Setup, resolve
-from ninfer_jax.text import ChatTemplate, GenerationDefaults, Tokenizer, open_text, render_prompt
+from ninfer_jax.text import ChatTemplate, CheckpointText, GenerationDefaults, Tokenizer, open_text
 from pallas_kernels.kv_codecs import bytes_per_vector
 
-Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]]
 LoadProgress = Callable[[str, int, int], None]
 
 
@@ -65,6 +62,7 @@ class Engine:
         *,
         programs: str | Path | None = None,
         verify: bool = True,
+        before: Callable[[Requests], object] | None = None,
         progress: LoadProgress | None = None,
     ) -> Engine:
         """Read a Hugging Face checkpoint directory, an artifact (`ninfer-jax convert`) or "tiny", the bundled model, compile the
@@ -72,7 +70,9 @@ class Engine:
 
         programs: a directory that `ninfer-jax compile` wrote for this very configuration and device: its executables are
         loaded (they are pickles: name only a directory you trust) and nothing is traced or compiled. verify: compare the SHA-256
-        of an artifact's arrays with its manifest; without, damaged numbers go unnoticed. progress: called with
+        of an artifact's arrays with its manifest; without, damaged numbers go unnoticed. before: called with the
+        `Requests` that the engine will take, before weights are read and programs compiled: a prompt that would be refused then
+        can be refused now, by what this raises. progress: called with
         ("weights", bytes done, bytes in all), then ("programs", compiled, in all). ValueError, on one line, for anything in
         the directory or the configuration that does not fit, memory included; nothing is ever guessed or made up.
         """
@@ -93,6 +93,8 @@ class Engine:
 
         allocator.reserve(lambda: setup_for("cuda"))  # before the next line starts JAX
         setup = setup_for("cpu" if jax.default_backend() == "cpu" else "cuda")
+        if before is not None:
+            before(Requests(words, setup.shape.context, setup.shape.pool_tokens))
         ready, text = setup.programs(), setup.text_model()
         # Whatever can be refused is refused before the minutes that compiling takes: weights are read, and checked, first.
         weights.check(text)
@@ -147,7 +149,7 @@ class Engine:
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The checkpoint's own sampling defaults, with `changes` on top."""
-        return replace(SamplingParams(**self.defaults.sampling), **changes)
+        return self._requests.default_params(**changes)
 
     def generate(
         self,
@@ -196,24 +198,14 @@ class Engine:
     def score(self, tokens: SequenceOf[int]) -> np.ndarray:
         """Teacher-forced logits through the prefill program: float32 `[tokens, vocab rows]`; row t predicts token t + 1.
         Padding rows of the vocabulary are included, as the checkpoint's head computes them."""
-        ids = self._check_ids(tokens)
+        ids = self._requests.check_ids(tokens)
         if len(ids) > self.context:
             raise ValueError(f"score: {len(ids)} tokens, the context holds {self.context}")
         return self._runner.score(ids)
 
     def prompt_ids(self, prompt: Prompt, **template_options: Any) -> list[int]:
         """The token ids that a prompt becomes."""
-        messages: Any = prompt
-        are_messages = isinstance(prompt, SequenceOf) and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
-        if (are_messages or isinstance(prompt, str)) and not self.tokenizer.has_text:
-            raise ValueError("prompt is text, but the engine was loaded without a tokenizer (tokenizer=None): give token ids")
-        if are_messages:
-            if self.template is None:
-                raise ValueError("messages: this checkpoint has no chat template, give text or token ids")
-            return render_prompt(self.template, self.tokenizer, list(messages), **template_options).ids
-        if template_options:
-            raise ValueError(f"{', '.join(template_options)}: only messages go through the chat template")
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+        return self._requests.prompt_ids(prompt, template_options)
 
     def _work(self, sequences: list[Sequence]) -> Generator[None, None, None]:
         """Brings them to their ends, a step each time it is read. Once it has ended, however it did, they are out of the engine."""
@@ -250,47 +242,11 @@ class Engine:
                 self._runner.cancel(sequence)
 
     def _sequence(self, prompt: Prompt, params: SamplingParams | None, template_options: dict[str, Any]) -> Sequence:
-        params = self.default_params() if params is None else params
-        ids = self.prompt_ids(prompt, **template_options)
-        if not ids:
-            raise ValueError("prompt is empty")
-        if len(ids) >= self.context:
-            raise ValueError(f"prompt has {len(ids)} tokens, the context holds {self.context} and the answer needs room too")
-        for field, used in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            if used and max(used) >= self.tokenizer.vocab_size:
-                raise ValueError(f"{field} names token {max(used)}, the vocabulary has {self.tokenizer.vocab_size}")
-        if params.stop and not self.tokenizer.has_text:
-            raise ValueError("stop: texts end nothing without a tokenizer (tokenizer=None): give stop_ids")
-        room = min(self.context, self._runner.pool_tokens) - len(ids)
-        if room <= 0:
-            raise ValueError(f"prompt has {len(ids)} tokens, the page pool holds {self._runner.pool_tokens}")
-        budget = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
-        ends = tuple(dict.fromkeys((() if params.ignore_eos else self.defaults.eos_ids) + params.stop_ids))
-        if len(ends) > MAX_STOP_IDS:
-            raise ValueError(f"stop_ids: {len(ends)} end tokens together with the model's own, at most {MAX_STOP_IDS} are allowed")
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        sequence = Sequence(ids, params, budget, seed, ends, self.tokenizer)
+        sequence = self._requests.sequence(prompt, params, template_options)
         sequence.stats.kv_bytes_per_token = self.kv_bytes_per_token
         return sequence
 
-    def _check_ids(self, tokens: Any) -> list[int]:
-        ids = [int(t) for t in tokens] if _are_integers(tokens) else None
-        if ids is None:
-            raise ValueError("prompt must be text, a list of token ids or a list of messages")
-        if not ids:
-            raise ValueError("prompt is empty")
-        bad = next((t for t in ids if not 0 <= t < self.tokenizer.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"prompt holds token id {bad}, the vocabulary has 0 to {self.tokenizer.vocab_size - 1}")
-        return ids
-
-
-def _are_integers(tokens: Any) -> bool:
-    if isinstance(tokens, np.ndarray):
-        return tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer)
-    # Bytes are a sequence of integers too, but whoever passes them means text.
-    return (
-        isinstance(tokens, SequenceOf)
-        and not isinstance(tokens, bytes | bytearray)
-        and all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in tokens)
-    )
+    @property
+    def _requests(self) -> Requests:
+        text = CheckpointText(self.tokenizer, self.template, self.defaults)
+        return Requests(text, self.context, self._runner.pool_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ninfer_jax.config import PAGE, PRESETS, EngineConfig, ModelConfig, Recipe, preset
+from ninfer_jax.config import PRESETS, EngineConfig, ModelConfig, Recipe, preset
 from ninfer_jax.config.presets import NAMED_IDS
 from ninfer_jax.files import FileError
 from ninfer_jax.model import TextModel
@@ -56,7 +56,7 @@ class Setup:
             "slots": shape.slots,
             "draft": shape.draft,
             "kv": shape.kv,
-            "pool": (shape.pages - 1) * PAGE,
+            "pool": shape.pool_tokens,
             "prefill_chunk": self.chunk,
             "dtype": str(jnp.dtype(shape.dtype)),
             "rows_together": shape.rows_together,

@@ -85,6 +85,11 @@ class StateShape(NamedTuple):
     def pages_per_slot(self) -> int:
         return -(-self.context // PAGE)
 
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that all pages together hold."""
+        return (self.pages - 1) * PAGE
+
 
 def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dtype, rows_together: bool = False) -> StateShape:
     """Resolve capacities; ValueError when the context exceeds what the model was made for."""

@@ -63,7 +63,7 @@ def invoke(monkeypatch, plain_engine, tmp_path):
     """Runs the command in this process with the engine loaded already; returns (stdout, stderr)."""
     asked = {}
 
-    def load(path, config, *, programs, verify, progress):
+    def load(path, config, *, programs, verify, before, progress):
         asked.update(path=path, config=config, programs=programs, verify=verify)
         progress("weights", 1, 1)
         progress("programs", 1, 1)

@@ -172,3 +172,24 @@ def test_an_engine_whose_workspace_does_not_fit_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(engine_module, "compiled_workspace", lambda programs: 12_346)
     with pytest.raises(ValueError, match=f"memory: {resident + 12_346:,} bytes .*workspace, {resident + 12_345:,} are free"):
         Engine.load(tiny_path(), config)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt", "word " * 200], "the context holds 64"),
+        (["--tokens", "1,2,5000"], "prompt holds token id 5000"),
+        (["--prompt", "x", "--top-p", "2"], "top_p"),
+        (["--prompt", ""], "prompt is empty"),
+        (["--messages", "FILE"], "role"),
+    ],
+)
+def test_a_request_that_the_engine_would_refuse_is_refused_before_a_weight_is_read(
+    arguments: list[str], message: str, nothing_is_compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setattr("ninfer_jax.engine.weights_in.load_parameters", lambda *a, **k: pytest.fail("read"))
+    (tmp_path / "chat.json").write_text(json.dumps([{"role": "emperor", "content": "hail"}]))
+    arguments = [str(tmp_path / "chat.json") if word == "FILE" else word for word in arguments]
+    done = RUN.invoke(app, ["generate", "tiny", "--context", "64", *arguments])
+    (line,) = done.stderr.strip().splitlines()
+    assert done.exit_code == 1 and message in line, done.output
