@@ -77,7 +77,8 @@ def function(name: str, source: str) -> int:
     """The address of function `name` of LLVM module `source`, optimised for this machine; from the cache where it is there."""
     machine = here()
     key = digest(source)
-    path = _cache() / f"{key}.o" if _cache() else None
+    folder = _cache()
+    path = folder / f"{key}.o" if folder else None
     code = _read(path)
     if code is None:
         code = _compile(source, machine)

@@ -123,13 +123,12 @@ def _prepare(c: Any, *views: Any, shape: _Shape) -> None:
 
 
 def _columns(c: Any, *views: Any, shape: _Shape, prepared: bool) -> None:
-    views = list(views)
-    x, w = views.pop(0), views.pop(0)
+    x, w, *left = views
     if shape.normed:
-        views.pop(0)
-    residual = views.pop(0) if shape.added else None
-    out = views.pop(0)
-    x = views.pop(0) if prepared else x
+        left.pop(0)
+    residual = left.pop(0) if shape.added else None
+    out = left.pop(0)
+    x = left.pop(0) if prepared else x
     whole = shape.out // _COLUMNS
     rest = shape.out % _COLUMNS
 

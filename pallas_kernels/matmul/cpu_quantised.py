@@ -91,9 +91,7 @@ def quantised_linear(
 
 def _views(views: tuple[Any, ...], shape: _Shape) -> tuple[Any, ...]:
     """x, words, scales, unit, norm, residual, out, rounded activations, their steps."""
-    views = list(views)
-    x, words, scales, unit = views[:4]
-    rest = views[4:]
+    x, words, scales, unit, *rest = views
     norm = rest.pop(0) if shape.normed else None
     residual = rest.pop(0) if shape.added else None
     return (x, words, scales, unit, norm, residual, *rest)
@@ -143,7 +141,7 @@ def _columns(c: Any, *views: Any, shape: _Shape) -> None:
     padded = shape.weight.padded_columns
     words = c.view(words.pointer, (shape.weight.tiles * shape.blocks, padded, 32), jnp.int16)
     scales = c.view(scales.pointer, (shape.weight.tiles, padded, shape.planes), jnp.uint8)
-    gates = c.stack((shape.rows, _BLOCK), jnp.float32) if shape.swiglu else None
+    gates: Any = c.stack((shape.rows, _BLOCK), jnp.float32) if shape.swiglu else None
 
     def finish(write: Any, at: Any, count: int) -> None:
         """write(r, i, y) for the sums of columns at + i, `count` of them; 8 lanes or, at the end, scalars."""
