@@ -1,4 +1,4 @@
-"""What all commands share: options with help from the tables, paths, and errors on one line with their exit codes.
+"""The common ground of all commands: options with help from the tables, paths, and errors on one line with their exit codes.
 
 Exit codes: 0 done, 1 refused or failed, 2 a mistake in the command line, 130 interrupted. Nothing here starts JAX.
 """

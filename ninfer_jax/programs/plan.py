@@ -1,4 +1,4 @@
-"""Where every byte of a card goes, before anything is loaded."""
+"""The plan of where every byte of a card goes, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Value:
 
     @property
     def type(self) -> Any:
-        """Of one lane."""
+        """Type of one lane."""
         return self.ir.type.element if isinstance(self.ir.type, ir.VectorType) else self.ir.type
 
     @property
@@ -180,7 +180,7 @@ class Value:
         return Value(self.c, self.c.b.shuffle_vector(self.ir, second, mask))
 
     def sum(self) -> Value:
-        """Of all lanes, by halves: lane i and lane i + lanes / 2 first."""
+        """Sum of all lanes, by halves: lane i and lane i + lanes / 2 first."""
         return self._fold(lambda a, b: a + b)
 
     def max(self) -> Value:
@@ -228,7 +228,7 @@ class View:
         return self.c.from_bf16(raw) if self.dtype == "bfloat16" else raw
 
     def raw(self, *index: int | Value, lanes: int = 0, align: int = 0) -> Value:
-        """As `load`, floats of 16 bits as their bits."""
+        """One element or `lanes`, as `load`, but floats of 16 bits as their bits."""
         kind = self.c.shaped(self.stored, lanes)
         read: Any = self.c.b.load(self.c.b.bitcast(self.at(*index), kind.as_pointer()))
         read.align = align or self.itemsize
@@ -454,7 +454,7 @@ class Code:
 
     @contextmanager
     def when(self, condition: Value, likely: bool | None = None) -> Iterator[None]:
-        """What is written in here runs where the scalar `condition` holds."""
+        """A block of code that runs where the scalar `condition` holds."""
         with self.b.if_then(condition.ir, likely=likely):
             yield
 

@@ -27,7 +27,7 @@ _alive: list[object] = []  # engines own the code they made
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What kernels are compiled for: LLVM's triple, name of the CPU, features as `+avx2,...`, version of LLVM."""
+    """The machine that kernels are compiled for: LLVM's triple, name of the CPU, features as `+avx2,...`, version of LLVM."""
 
     triple: str
     cpu: str
@@ -87,7 +87,7 @@ def function(name: str, source: str) -> int:
 
 
 def digest(source: str) -> str:
-    """What the code of a module depends on: its text, the machine, LLVM."""
+    """Digest of all that the code of a module depends on: its text, the machine, LLVM."""
     return hashlib.sha256(f"{here().key()}\n{source}".encode()).hexdigest()[:32]
 
 

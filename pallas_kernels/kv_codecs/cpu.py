@@ -113,7 +113,7 @@ class Part:
             self.codes.store(code.to(I32).to(I8), *index, start + i * LANES)
 
     def _store_four_bit(self, x: View, index: tuple[Value, ...], group: Value) -> None:
-        """Of three neighbouring scales the one with the smallest squared error, the smallest scale on a tie."""
+        """Stores a group under that of three neighbouring scales which has the smallest squared error, the smallest on a tie."""
         c = self.c
         values = [x.load(group * SCALE_GROUP + i, lanes=LANES) for i in range(0, SCALE_GROUP, LANES)]
         high, low = c.maximum(*values).max(), c.minimum(*values).min()
@@ -167,7 +167,7 @@ def _fixed_point(c: Code, steps: Value) -> Value:
 
 
 def _parity(words: Value) -> Value:
-    """Of the lowest bits of nibbles 0..6."""
+    """Parity of the lowest bits of nibbles 0..6."""
     low = words & 0x01111111
     for shift in (16, 8, 4):
         low = low ^ low.shr(shift)
@@ -196,7 +196,7 @@ def _nearest_int4(c: Code, steps: Value) -> tuple[Value, Value]:
 
 
 def _nearest_e8(c: Code, steps: Value) -> tuple[Value, Value]:
-    """As `_nearest_int4` for the nearest E8 codewords; four_bit.py has the search."""
+    """Words and costs of the nearest E8 codewords, as `_nearest_int4`; four_bit.py has the search."""
     found = []
     for coset in (0, 1):
         codes, miss, words = _round_codes(c, steps - coset * (ONE // 2))

@@ -49,7 +49,7 @@ class _Shape:
 
     @property
     def blocks(self) -> int:
-        """Of 32 k, in a group."""
+        """Blocks of 32 k in a group."""
         return self.weight.group // 32
 
     @property
@@ -71,7 +71,7 @@ def quantised_linear(
     swiglu: bool = False,
     out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
-    """As `matmul.quantised_linear`, whose checks this relies on; x `[1..32, K]` bfloat16 or float32."""
+    """`matmul.quantised_linear` on a CPU; its checks are relied on. x `[1..32, K]` bfloat16 or float32."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (weight.words, weight.scales, weight.unit)]
     described = dataclasses.replace(weight, words=structs[0], scales=structs[1], unit=structs[2])
     shape = _Shape(x.shape[0], described, norm is not None, swiglu, residual is not None, eps)
