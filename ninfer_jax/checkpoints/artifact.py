@@ -70,6 +70,7 @@ class StoredParameter:
 
 
 def numpy_dtype(name: str) -> np.dtype:
+    """NumPy's dtype of that name, `bfloat16` and the like among them."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 

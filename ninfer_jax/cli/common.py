@@ -60,6 +60,7 @@ NoTokenizer = Annotated[
 
 
 def stderr_console() -> Console:
+    """The console that everything but the answer goes to."""
     return Console(stderr=True, highlight=False, emoji=False)
 
 
@@ -83,6 +84,7 @@ def one_line_errors(console: Console, interrupted: str = "", also: tuple[type[Ex
 
 
 def tell_error(console: Console, message: str) -> None:
+    """One line: `error: ...`."""
     console.print(f"error: {printable(message)}", style="bold red", markup=False, soft_wrap=True)
 
 

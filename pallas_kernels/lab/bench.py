@@ -218,6 +218,7 @@ def copy_program(x: Any, one: Any) -> Program:
 
 
 def table(found: list[Timing]) -> str:
+    """Timings as lines of text, a header above."""
     of = "of sum" if found and found[0].device == "cpu" else "of copy"
     lines = [f"{'case':42} {'us':>9} {'spread':>7} {'GB/s':>7} {of:>7}"]
     for t in found:
