@@ -81,7 +81,7 @@ def shown(value: object, limit: int = 120) -> str:
 
 
 def kind_of(path: Path) -> str | None:
-    """What lies at `path`: "a file", "a directory", "a pipe", "a socket" or "a device"; None where nothing is.
+    """The kind of thing at `path`: "a file", "a directory", "a pipe", "a socket" or "a device"; None where nothing is.
 
     FileError for a link to nowhere and wherever the system does not tell (a name too long, no permission).
     """
@@ -197,7 +197,7 @@ def read_text(path: object, what: str = "path", label: str = "", limit: int = MA
 
 
 def chunks_of(file: BinaryIO) -> Iterator[bytes]:
-    """What is left of a file, 1 MiB at a time."""
+    """The rest of a file, 1 MiB at a time."""
     return iter(lambda: file.read(_CHUNK), b"")
 
 
@@ -280,7 +280,7 @@ def whole(digits: str) -> int:
 
 
 def lone_surrogate(text: str) -> str | None:
-    """What is wrong with a text that is no valid Unicode and so has no UTF-8, for a message that names the text; else None."""
+    """The fault of a text that is no valid Unicode and so has no UTF-8, for a message that names the text; else None."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

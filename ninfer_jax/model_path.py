@@ -1,4 +1,4 @@
-"""Where a model lies: what people give for one, the bundled `tiny` among it, before anything is read."""
+"""Places of models: what people give for one, the bundled `tiny` among it, before anything is read."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def destination_path(destination: str | os.PathLike[str], what: str = "destinati
 
 
 def _instead_of(path: Path, kind: str | None) -> str:
-    """What to say about a file that was given for a model."""
+    """The sentence about a file that was given for a model."""
     if kind == "a GGUF file":
         return f"{path} is a GGUF file: {_convert(path)}"
     if kind == "a safetensors file":

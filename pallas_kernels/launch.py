@@ -148,28 +148,28 @@ def by_platform(*args: Any, impl: str = "auto", unfit: str | Mapping[str, str] =
     The choice is made when the program is lowered, so that compiling for a card on a machine without one picks what
     the card will run; within `lowering_for` it is known before, and the other forms are not even traced.
     """
-    forms = {name: form for name, form in forms.items() if form is not None}
+    there = {name: form for name, form in forms.items() if form is not None}
     unfit = {"pallas": unfit} if isinstance(unfit, str) else unfit
     if impl != "auto":
-        if impl not in forms:
-            raise ValueError(f"impl: {impl!r} is not one of auto, {', '.join(forms)}")
+        if impl not in there:
+            raise ValueError(f"impl: {impl!r} is not one of auto, {', '.join(there)}")
         if unfit.get(impl):
             raise ValueError(unfit[impl])
-        return forms[impl](*args)
+        return there[impl](*args)
     platform, preferred = _lowering.get()
-    if preferred in forms:
+    if preferred in there:
         wanted = preferred
     elif platform is None:
-        wanted = "pallas" if "pallas" in forms else "xla"
+        wanted = "pallas" if "pallas" in there else "xla"
     else:
-        wanted = "xla" if platform == "cpu" or "pallas" not in forms else "pallas"
+        wanted = "xla" if platform == "cpu" or "pallas" not in there else "pallas"
     if unfit.get(wanted):
         if platform is not None or jax.default_backend() == "gpu":
             _log.warning("XLA's form runs instead of a kernel (%s): %s", wanted, unfit[wanted])
         wanted = "xla"
     if platform is None and wanted == "pallas":
-        return jax.lax.platform_dependent(*args, cuda=forms["pallas"], default=forms["xla"])
-    return forms[wanted](*args)
+        return jax.lax.platform_dependent(*args, cuda=there["pallas"], default=there["xla"])
+    return there[wanted](*args)
 
 
 _lowering: contextvars.ContextVar[tuple[str | None, str | None]] = contextvars.ContextVar("lowering", default=(None, None))

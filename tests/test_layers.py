@@ -1,4 +1,5 @@
-"""The order of imports that docs/architecture.md gives, and doors that stay shut: private names, Pallas' GPU backend."""
+"""The order of imports that docs/architecture.md gives, doors that stay shut (private names, Pallas' GPU backend), and how
+docstrings begin."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ninfer_jax", "pallas_kernels")
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-PUBLIC = {"_replace", "_fields", "_asdict", "_make", "_exit"}  # whatever they are called: of named tuples, and of `os`
+PUBLIC = {"_replace", "_fields", "_asdict", "_make", "_exit"}  # documented by Python: of named tuples, and `os._exit`
 
 
 def documented_order() -> dict[str, int]:
@@ -117,3 +118,16 @@ def test_one_module_alone_imports_the_gpu_backend_of_pallas(package):
         if backends.match(name)
     }
     assert users == ({"pallas_kernels/launch.py"} if package == "pallas_kernels" else set())
+
+
+def test_docstrings_begin_with_their_result():
+    """With a noun or a verb that names it, not with a word that hangs in the air."""
+    hanging = {"As", "How", "It", "Of", "These", "What", "Where", "Which", "Who", "Whoever"}
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or "-"
+                if text.split()[0] in hanging:
+                    found.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not found

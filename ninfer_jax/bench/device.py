@@ -1,4 +1,4 @@
-"""What the machine tells beside time: peak memory, energy, and which machine it is."""
+"""Figures of the machine beside time: peak memory, energy, and which machine it is."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _card(nvml: Any, device: jax.Device) -> Any:  # pyright: ignore[reportInvali
 
 
 def versions() -> dict[str, str]:
-    """What a measurement depends on beside its settings. source: sha256 of the engine's sources, which change more often
+    """Versions that a measurement depends on beside its settings. source: sha256 of the engine's sources, which change more often
     than a version does."""
     device = jax.devices()[0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -128,7 +128,7 @@ def _cpu_name() -> str:
 
 
 def _source() -> str:
-    """Of every package the engine is made of, this one and the command line left out."""
+    """Digest of every package the engine is made of, this one and the command line left out."""
     digest = hashlib.sha256()
     for package in ("ninfer_jax", "pallas_kernels"):
         (root,) = {Path(p) for p in importlib.import_module(package).__path__}

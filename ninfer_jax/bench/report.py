@@ -116,7 +116,7 @@ def compare(rows: Sequence[Row], old: Sequence[Row], name: str) -> Table:
 
 
 def differences(rows: Sequence[Row], old: Sequence[Row]) -> list[str]:
-    """What differs between the settings and versions of the new rows and those of the old rows of the same cells."""
+    """Differences between the settings and versions of the new rows and those of the old rows of the same cells."""
     new, wanted = rows[0], {row.cell for row in rows}
     ours = {**new.settings, **new.versions}
     found = []

@@ -25,7 +25,7 @@ Tell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a cell's result depends on beside the cell. model: directory name; weights: fingerprint of its files; corpus:
+    """Settings that a cell's result depends on beside the cell. model: directory name; weights: fingerprint of its files; corpus:
     its name."""
 
     model: str

@@ -70,6 +70,7 @@ class StoredParameter:
 
 
 def numpy_dtype(name: str) -> np.dtype:
+    """NumPy's dtype of that name, `bfloat16` and the like among them."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -125,7 +126,7 @@ class Artifact:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         return sum(array.nbytes for arrays in self.groups.values() for array in arrays)
 
     def load(
@@ -243,7 +244,7 @@ _OS_ERROR = re.compile(r'local file "(?P<file>[^"]+)".*: (?P<reason>[^:]+?) \[os
 
 
 def one_line(error: BaseException) -> str:
-    """What Orbax or the system has to say, without the rest."""
+    """The one line that an error of Orbax or of the system comes to."""
     text = str(error).strip()
     if found := _OS_ERROR.search(text):
         return f"{found['file']}: {found['reason']}"

@@ -52,7 +52,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a source.
+    """The fate of each tensor of a source.
 
     parameters: of the model over the wanted formats. made: "quantised", "repacked" or "kept", by parameter. notes: where the
     source's own codes could not be kept although the format would have been right, and why. constants: the arrays of
@@ -74,7 +74,7 @@ def parameter_key(spec: ParameterSpec) -> str:
 
 
 def repackable(parameters: Sequence[ParameterSpec], source: Source) -> tuple[dict[str, int], list[str]]:
-    """Which 4-bit matrices can take the source's codes, with its group size, by parameter name; and notes on those whose
+    """4-bit matrices that can take the source's codes, name -> its group size; and notes on those whose
     tensors share a parameter but not a format."""
     groups: dict[str, int] = {}
     notes = []

@@ -33,7 +33,7 @@ MTP_TENSORS = (
 
 
 def unlike_one_layer(names: Collection[str]) -> str:
-    """What is wrong with the `mtp.*` tensors among canonical `names`, as the end of a sentence; "" where they make one layer.
+    """The fault of the `mtp.*` tensors among canonical `names`, as the end of a sentence; "" where they make one layer.
 
     The matrices of quantised checkpoints have other fields than `weight`; these count as the tensor.
     """

@@ -20,7 +20,7 @@ BLOCK_ROWS = 8 * COLUMNS  # of a tensor, quantised at a time: 21 MB in float32 a
 
 @dataclass(frozen=True)
 class Stored:
-    """How a parameter is stored: kind `matrix` (multiplied: the arrays of a `QuantisedWeight`) or `rows` (looked up:
+    """Storage of a parameter: kind `matrix` (multiplied: the arrays of a `QuantisedWeight`) or `rows` (looked up:
     codes and scales of `QuantisedRows`); bits and group of its codes."""
 
     kind: str

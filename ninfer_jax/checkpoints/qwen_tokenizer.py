@@ -237,6 +237,7 @@ def build(out_dir: str | Path, variant: str = "3.8", mini: int | None = None) ->
 
 
 def main() -> None:
+    """The files of the Qwen tokenizer, rebuilt into a folder from the command line."""
     parser = argparse.ArgumentParser(description="Rebuild the Qwen tokenizer files.")
     parser.add_argument("out_dir")  # a str: an empty one would be Path(".")
     parser.add_argument("--variant", default="3.8", choices=ADDED_TOKENS)

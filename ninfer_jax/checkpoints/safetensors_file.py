@@ -55,7 +55,7 @@ class CheckpointError(FileError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """Place and type of one tensor.
 
     `dtype` is the code of the safetensors format ("BF16", "F32", …), `offset` the byte in `file` where the data begins,
     `nbytes` its length, `original_name` the name it carries in the file.
@@ -70,7 +70,7 @@ class TensorInfo:
 
 
 def load_json(text: str | bytes, what: str) -> Any:
-    """What `ninfer_jax.files.parse_json` gives, for a file of a checkpoint. Raises CheckpointError that begins with `what`."""
+    """The value that `files.parse_json` reads, for a file of a checkpoint. Raises CheckpointError that begins with `what`."""
     try:
         return parse_json(text, what)
     except FileError as error:

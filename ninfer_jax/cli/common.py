@@ -1,4 +1,4 @@
-"""What all commands share: options with help from the tables, paths, and errors on one line with their exit codes.
+"""The common ground of all commands: options with help from the tables, paths, and errors on one line with their exit codes.
 
 Exit codes: 0 done, 1 refused or failed, 2 a mistake in the command line, 130 interrupted. Nothing here starts JAX.
 """
@@ -60,6 +60,7 @@ NoTokenizer = Annotated[
 
 
 def stderr_console() -> Console:
+    """The console that everything but the answer goes to."""
     return Console(stderr=True, highlight=False, emoji=False)
 
 
@@ -83,6 +84,7 @@ def one_line_errors(console: Console, interrupted: str = "", also: tuple[type[Ex
 
 
 def tell_error(console: Console, message: str) -> None:
+    """One line: `error: ...`."""
     console.print(f"error: {printable(message)}", style="bold red", markup=False, soft_wrap=True)
 
 

@@ -154,7 +154,7 @@ def _numbers(name: str, text: str, kind: type) -> list:
 
 
 class Job:
-    """What all measures share: engines one at a time, so that one card is enough, and the text in tokens."""
+    """The common ground of all measures: engines one at a time, so that one card is enough, and the text in tokens."""
 
     def __init__(
         self, console: Console, path: Path, text: str, formats: list[str | None], chunk: int | None, dtype: str, verify: bool

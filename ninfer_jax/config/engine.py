@@ -1,4 +1,4 @@
-"""What one engine is compiled for: capacities, formats and numeric types. Nothing here changes after start."""
+"""The settings that one engine is compiled for: capacities, formats and numeric types. Nothing here changes after start."""
 
 from __future__ import annotations
 

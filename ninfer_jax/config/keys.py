@@ -1,4 +1,4 @@
-"""Which keys of a config.json matter: the rule by which `ModelConfig` reads one, passes it over, or refuses it by its name.
+"""Keys of a config.json that matter: the rule by which `ModelConfig` reads one, passes it over, or refuses it by its name.
 
 A key is of the first kind that fits:
 

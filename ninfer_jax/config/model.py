@@ -238,7 +238,7 @@ def _present(keys: Mapping[str, Any], key: str) -> Any:
 
 
 def config_notes(raw: Mapping[str, Any]) -> list[str]:
-    """What of a config.json is left unread because it only says where the file comes from; ValueError as `from_hf`."""
+    """Keys of a config.json left unread because they only say where the file comes from; ValueError as `from_hf`."""
     return _text_of(raw)[1]
 
 
@@ -281,7 +281,7 @@ def _refuse_mlx(raw: Mapping[str, Any]) -> None:
 
 
 def _mtp_layers(tensors: Collection[str]) -> int:
-    """How many MTP layers a checkpoint of these tensors has, 0 or 1, where its config does not say."""
+    """Number of MTP layers of a checkpoint of these tensors, 0 or 1, where its config does not say."""
     if not any(name.startswith("mtp.") for name in tensors):
         return 0
     from ninfer_jax.checkpoints.mtp import unlike_one_layer

@@ -47,7 +47,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Recipe:
-        """What `as_json` gave; KeyError or TypeError for anything else."""
+        """The recipe that `as_json` wrote; KeyError or TypeError for anything else."""
         formats = {role: WeightFormat(**f) for role, f in content["formats"].items()}
         return cls(content["name"], formats, draft_head=content["draft_head"])
 

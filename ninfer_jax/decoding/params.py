@@ -1,4 +1,4 @@
-"""What a caller may ask of sampling, checked field by field before anything runs."""
+"""A caller's wishes for sampling, checked field by field before anything runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INT32_MAX = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one completion is drawn. Every value is checked; ValueError names the field.
+    """Settings by which one completion is drawn. Every value is checked; ValueError names the field.
 
     max_new_tokens: tokens to generate at most; None goes on to the end of the context.
     temperature: 0 takes the most likely token (lowest id on ties), after penalties and biases.

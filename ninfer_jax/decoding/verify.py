@@ -1,4 +1,4 @@
-"""Which of a round's rows become output: the speculative accept rule and the ends of a completion.
+"""Rows of a round that become output: the speculative accept rule and the ends of a completion.
 
 The drafts are deterministic given the past (MTP argmax), so a draft distribution is one-hot and the exact accept rule
 (Leviathan et al. 2023, algorithm 1; Chen et al. 2023) is: accept d with the target's probability p(d), else draw from

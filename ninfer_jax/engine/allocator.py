@@ -1,4 +1,4 @@
-"""How much of a GPU JAX takes when it starts: what the engine's plan adds up to, as one block.
+"""The share of a GPU that JAX takes when it starts: what the engine's plan adds up to, as one block.
 
 JAX's own choice, three quarters, is less than the 27B with its full context needs, and its other choice, to grow by what is
 asked for, leaves room for surprises in service. It reads its limits from the environment when the first computation
@@ -56,7 +56,7 @@ def reserve(plan: Callable[[], Setup] | None, environment: MutableMapping[str, s
 
 
 def limit_hint(need: int, limit: int) -> str:
-    """What to do where JAX's limit, and not the card, is too small for `need` bytes; "" where the card is too small."""
+    """Advice where JAX's limit, and not the card, is too small for `need` bytes; "" where the card is too small."""
     card = card_memory()
     if card is None or need > limit + card[0]:
         return ""

@@ -68,7 +68,7 @@ def with_mtp_count(source: Source, given: bool = False) -> Source:
 
 
 def plan(source: Source, recipe: Recipe, tokenizer: str | None = "auto") -> Plan:
-    """Which parameters there are, in which formats: the recipe's, with the group of the source where its 4-bit codes can be
+    """The parameters that there are, and their formats: the recipe's, with the group of the source where its 4-bit codes can be
     kept. Checks the source's config, tokenizer and tensors on the way."""
     config = ModelConfig.from_hf(source.config, source.tensors)
     if tokenizer is not None:

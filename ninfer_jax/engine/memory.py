@@ -21,7 +21,7 @@ def compiled_workspace(programs: Programs) -> int:
 
 
 def free_bytes(device: jax.Device) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
-    """What a process may still take on `device`; None where nothing tells."""
+    """Bytes that a process may still take on `device`; None where nothing tells."""
     if device.platform == "cpu":
         try:
             lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What a caller gets back."""
+"""Answers as a caller gets them."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Sequence:
         self.lost_to, self.finish_reason = cause, "lost"
 
     def take(self) -> Delta:
-        """What was produced since the last call; the completion comes with the last piece. AnswerLost if it will never come."""
+        """The text produced since the last call; the completion comes with the last piece. AnswerLost if it will never come."""
         if self.lost_to is not None:
             raise AnswerLost(self.lost_to)
         fresh, self._fresh = self._fresh, Delta()
@@ -100,7 +100,7 @@ class Sequence:
         return Delta(fresh.text, fresh.reasoning, fresh.tokens, self.completion())
 
     def completion(self) -> Completion:
-        """What it has said; AnswerLost as for `take`."""
+        """The whole answer; AnswerLost as for `take`."""
         if self.lost_to is not None:
             raise AnswerLost(self.lost_to)
         return Completion(

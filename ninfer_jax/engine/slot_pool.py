@@ -66,7 +66,7 @@ class Lease:
 
     @property
     def lost(self) -> str | None:
-        """What ended the state that this slot was part of; None as long as all is well."""
+        """The error that ended the state this slot was part of; None as long as all is well."""
         return None if self._pool._life is self._life else self._life.cause
 
     def end(self) -> None:
@@ -99,7 +99,7 @@ class Lease:
         return result
 
     def logits(self, hidden: jax.Array) -> np.ndarray:
-        """Of hidden rows that `prefill` gave: float32 `[chunk, vocab rows]`."""
+        """Logits of hidden rows that `prefill` gave, float32 `[chunk, vocab rows]`."""
         with self._pool.transaction():
             return self._pool.logits(hidden)
 

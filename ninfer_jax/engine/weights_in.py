@@ -27,7 +27,7 @@ Tell = Callable[[int, int], None]
 
 
 class CheckpointWeights:
-    """Of a Hugging Face checkpoint directory; `recipe` is None, whatever the device."""
+    """Weights of a Hugging Face checkpoint directory; `recipe` is None, whatever the device."""
 
     def __init__(self, path: Path):
         self._checkpoint = Checkpoint.open(path)
@@ -39,7 +39,7 @@ class CheckpointWeights:
         return None
 
     def check(self, model: TextModel) -> None:
-        """What the files' headers tell, before anything expensive: ValueError for tensors that do not fit."""
+        """ValueError for tensors that do not fit, by the files' headers, before anything expensive."""
         iter_parameters(self._checkpoint, parameter_specs(model), ignore_prefixes=() if model.has_mtp else ("mtp.",))
 
     def parameters(self, model: TextModel, tell: Tell) -> nnx.State:
@@ -54,7 +54,7 @@ class CheckpointWeights:
 
 
 class ArtifactWeights:
-    """Of an artifact directory; verify: compare the digests of its arrays as they are read."""
+    """Weights of an artifact directory; verify: compare the digests of its arrays as they are read."""
 
     def __init__(self, path: Path, verify: bool = True):
         self.artifact, self._verify = Artifact.open(path), verify
@@ -65,7 +65,7 @@ class ArtifactWeights:
         return None if platform == "cpu" else stored_recipe(self.artifact)
 
     def check(self, model: TextModel) -> None:
-        """What the manifest tells, before anything expensive: ValueError for arrays that do not fit."""
+        """ValueError for arrays that do not fit, by the manifest, before anything expensive."""
         self._specs(model.config, model.has_mtp)
 
     def parameters(self, model: TextModel, tell: Tell) -> nnx.State:

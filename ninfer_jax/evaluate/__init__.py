@@ -1,1 +1,1 @@
-"""How good an engine's answers are: loss, divergence by KV format, retrieval, drift of the state, acceptance of drafts."""
+"""Measures of an engine's answers: loss, divergence by KV format, retrieval, drift of the state, acceptance of drafts."""

@@ -1,4 +1,4 @@
-"""How many drafts are accepted: greedy continuations from places in a text, counted round by round."""
+"""The share of drafts that are accepted: greedy continuations from places in a text, counted round by round."""
 
 from __future__ import annotations
 

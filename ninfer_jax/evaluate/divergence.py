@@ -1,4 +1,4 @@
-"""What a KV format changes in the next-token distributions of decode steps.
+"""The change that a KV format makes in the next-token distributions of decode steps.
 
 Both engines read the same text. At each depth the tokens before it are prefilled, with keys and values in the engine's own
 format, and the next ones go through decode steps one by one, the true token fed each time whatever the model would have

@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def help_nats(self) -> float:
-        """How much the needle lowers the answer's -log p, nats a token; NaN where messages are used."""
+        """Nats a token by which the needle lowers the answer's -log p; NaN where messages are used."""
         return math.nan if self.blind_nats is None or self.answer_nats is None else self.blind_nats - self.answer_nats
 
 
@@ -78,7 +78,7 @@ class Haystack:
 
 
 def question(key: str) -> str:
-    """What a base model is to continue."""
+    """The text that a base model is to continue."""
     return f"\nThe secret number of {key} is"
 
 

@@ -78,7 +78,7 @@ def plot_drift(file: Path, points: SequenceOf[Drift]) -> None:
 
 
 def plot_acceptance(file: Path, results: SequenceOf[Acceptance]) -> None:
-    """How often each draft of a round is accepted, a line for each format and K."""
+    """The share accepted of each draft of a round, a line for each format and K."""
     figure, axes = _figure()
     for r in results:
         label = f"{r.kv}, K = {r.draft}: {r.tokens_per_round:.2f} tokens a round"

@@ -32,7 +32,7 @@ class GatedNorm(nnx.Module):
 
 
 class Constants(NamedTuple):
-    """What the core of a layer takes beside activations and state: taps float32 `[channels, 1, width]`, a_log and dt_bias
+    """Weights that the core of a layer takes beside activations and state: taps float32 `[channels, 1, width]`, a_log and dt_bias
     float32 `[value_heads]`, norm float32 `[value_dim]`."""
 
     taps: jax.Array

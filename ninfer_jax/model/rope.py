@@ -10,7 +10,7 @@ from ninfer_jax.config import ModelConfig
 
 
 def axis_of_frequency(config: ModelConfig) -> np.ndarray:
-    """Which position axis (0 time, 1 height, 2 width) turns frequency i, int `[rotary_dim / 2]`.
+    """The position axis (0 time, 1 height, 2 width) that turns frequency i, int `[rotary_dim / 2]`.
 
     Interleaved sections [t, h, w]: frequency i reads height where i % 3 == 1 and i < 3h, width where i % 3 == 2 and
     i < 3w, time elsewhere.

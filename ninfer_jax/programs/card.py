@@ -52,7 +52,7 @@ class Compilation:
 
     @property
     def workspace_bytes(self) -> int:
-        """What it takes of the device beside its arguments."""
+        """Bytes that it takes of the device beside its arguments."""
         return _workspace(self.temporary_bytes, self.output_bytes, self.aliased_bytes)
 
     def json(self) -> dict[str, Any]:

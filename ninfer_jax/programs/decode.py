@@ -17,7 +17,7 @@ from ninfer_jax.state import State
 
 
 class RoundOutput(NamedTuple):
-    """What the host reads after a round (S slots, R = K + 1 rows; R = 1 for `begin`).
+    """The arrays that the host reads after a round (S slots, R = K + 1 rows; R = 1 for `begin`).
 
     tokens int32 `[S, R]`, the first `emitted[slot]` of them output; accepted int32 `[S]`: drafts among them; finished
     bool `[S]`; logprob float32 `[S, R]`; top_tokens and top_logprobs `[S, R, 20]`, zeros unless asked for.

@@ -99,7 +99,7 @@ def check_place(directory: Path, target: str) -> Path:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """What the system has to say against it, with the file: a full disk does not name one."""
+    """`path`, to be written to; ValueError names it with what the system has against that: a full disk names no file."""
     try:
         yield path
     except OSError as error:
@@ -183,7 +183,7 @@ def _missing(error: Exception, manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(file: Path, again: str = "compile programs with `ninfer-jax compile`") -> dict[str, Any]:
-    """What `compile_to` wrote last; again: what to do where it cannot be read, for the ValueError."""
+    """The manifest that `compile_to` wrote last; again: what to do where it cannot be read, for the ValueError."""
     try:
         manifest = json.loads(file.read_text("utf-8"))
     except OSError as error:

@@ -54,7 +54,7 @@ class Rows(NamedTuple):
     records: tuple[Transitions, jax.Array] | None
 
     def with_row(self, slot: jax.Array, row: jax.Array, done: Verified, logits: jax.Array) -> Rows:
-        """These with the results of one row of one slot; logits `[1, 1, vocab]`."""
+        """Results with those of one row of one slot added; logits `[1, 1, vocab]`."""
 
         def write(to: jax.Array, x: jax.Array, *layer: int) -> jax.Array:
             start = (*layer, slot, row)
@@ -178,7 +178,7 @@ def _room(shapes: Verified, conv: tuple[jax.Array, ...], count: int, width: int,
 
 
 def _one_slot_of(count: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """How to take one slot's part `[1, ...]` of an array `[count, ...]`, and how to put the parts of a tree back."""
+    """Two functions: one slot's part `[1, ...]` of an array `[count, ...]`, and a tree with such parts put back."""
     if count == 1:
         # Not even a slice: it would copy the state.
         return lambda x, slot: x, lambda whole, part, slot: part
@@ -190,7 +190,7 @@ def _one_slot_of(count: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _slot_arrays(state: State) -> tuple:
-    """What a verify pass reads of each slot; every leaf has the slot axis first."""
+    """The arrays that a verify pass reads of each slot; every leaf has the slot axis first."""
     return state.slots, state.recurrent, state.conv
 
 

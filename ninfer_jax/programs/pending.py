@@ -1,7 +1,7 @@
 """Accepted rows that wait: a round reads and writes each recurrent state once, so what it accepts enters with the next one.
 
-Only where a round's rows go together (`verify`). Whoever looks at states from outside, or appends to a slot by other means
-than a round, settles them first: `prefill` does so for its slot, `Programs.settle` for all.
+Only where a round's rows go together (`verify`). To look at states from outside, or to append to a slot by other means than
+a round, settle them first: `prefill` does so for its slot, `Programs.settle` for all.
 """
 
 from __future__ import annotations

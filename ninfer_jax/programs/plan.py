@@ -1,4 +1,4 @@
-"""Where every byte of a card goes, before anything is loaded."""
+"""The plan of where every byte of a card goes, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -128,6 +128,7 @@ def resident_bytes(programs: Programs) -> int:
 
 
 def kv_bytes(state: State) -> int:
+    """Bytes of all page pools, the MTP layer's among them."""
     return sum(nbytes(leaf) for leaf in jax.tree.leaves((state.kv, state.mtp_kv)))
 
 

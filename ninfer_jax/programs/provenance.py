@@ -1,4 +1,4 @@
-"""What compiled programs are made of, beside their shapes: their code, block sizes, compiler, machine.
+"""The origin of compiled programs, beside their shapes: their code, block sizes, compiler, machine.
 
 Equal shapes alone never pass for equal programs: one that older code was compiled to would load, run, and answer wrongly.
 """
@@ -41,7 +41,7 @@ _WIDEST = re.compile(r"avx512|amx|avx10")
 
 
 def made_of(target: str, cuda: int = deviceless.CUDA) -> dict[str, Any]:
-    """What a program that is compiled for `target` here and now is made of, as JSON, without its configuration.
+    """The ingredients of a program that is compiled for `target` here and now, as JSON, without its configuration.
     cuda: whose plugin compiles it, if for a card."""
     sizes = {op: _digest(json.dumps(found, sort_keys=True)) for op, found in tuned.sizes(target).items()}
     found = {
@@ -55,7 +55,7 @@ def made_of(target: str, cuda: int = deviceless.CUDA) -> dict[str, Any]:
 
 
 def needs(target: str) -> dict[str, Any]:
-    """What the machine that runs it must have at least: a driver for this CUDA, or these instruction sets."""
+    """The least that the machine which runs it must have: a driver for this CUDA, or these instruction sets."""
     return {"instructions": instructions()} if target == "cpu" else {"cuda": deviceless.CUDA}
 
 
@@ -90,7 +90,7 @@ def code_digest() -> str:
 
 
 def _digest_of(root: Path | None) -> str:
-    """Of those under `root`, a checkout, or of those that are imported here."""
+    """Digest of the sources under `root`, a checkout, or of those that are imported here."""
     sha = hashlib.sha256()
     for name, file in sorted(_sources(root)):
         # Line ends are the checkout's, not the code's.

@@ -17,7 +17,7 @@ from pallas_kernels.kv_pages import KVPages, pages_struct
 
 
 class Slots(NamedTuple):
-    """Where each sequence stands. `slots` = S, `draft` = K.
+    """The place where each sequence stands. `slots` = S, `draft` = K.
 
     table int32 `[S, pages_per_slot]`: block tables, 0 where no page is owned.
     length int32 `[S]`: tokens that the recurrent states and pages have consumed.
@@ -71,7 +71,7 @@ class State(NamedTuple):
 
 
 class StateShape(NamedTuple):
-    """What fixes the shapes of a `State`, resolved from both configurations."""
+    """The numbers that fix the shapes of a `State`, resolved from both configurations."""
 
     slots: int
     draft: int

@@ -1,4 +1,4 @@
-"""Which slot owns which page: a free list on the host, handed to the device as block-table rows."""
+"""Owners of pages: a free list on the host, handed to the device as block-table rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model directory says about text: its tokenizer, its chat template and its sampling defaults, fit for its head."""
+"""The text side of a model directory: its tokenizer, its chat template and its sampling defaults, fit for its head."""
 
 from __future__ import annotations
 

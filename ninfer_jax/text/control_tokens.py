@@ -1,4 +1,4 @@
-"""Where text spells control tokens, found as the `tokenizers` library finds them.
+"""Places where text spells control tokens, found as the `tokenizers` library finds them.
 
 The library takes added tokens out of the raw text first, except those flagged `normalized`: these it looks for in the
 normalised text between the others, by their own normalised spelling. So `<é>` is found however its é was typed, and a

@@ -1,4 +1,4 @@
-"""What a checkpoint's tokenizer files say, brought to what encoding needs.
+"""The content of a checkpoint's tokenizer files, brought to what encoding needs.
 
 `tokenizer.json` also keeps settings of whoever saved it, which `transformers` sets back before it encodes: `truncation` and
 `padding`. BPE dropout, a method of training, is off here as well. For the family's own tokenizer class `transformers`

@@ -5,6 +5,7 @@ under both. LLVM gets no leave to reorder or contract: a * b + c is two rounding
 horizontal sum is a fixed tree. Square root and division are IEEE's.
 """
 
+# llvmlite has no types: what comes of it is Any.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,12 +44,12 @@ class Value:
 
     __slots__ = ("c", "ir")
 
-    def __init__(self, c: Code, value: ir.Value):
+    def __init__(self, c: Code, value: Any):
         self.c, self.ir = c, value
 
     @property
-    def type(self) -> ir.Type:
-        """Of one lane."""
+    def type(self) -> Any:
+        """Type of one lane."""
         return self.ir.type.element if isinstance(self.ir.type, ir.VectorType) else self.ir.type
 
     @property
@@ -149,7 +150,7 @@ class Value:
     def differs(self, other: Number) -> Value:
         return self._compare("!=", other)
 
-    def to(self, kind: ir.Type, signed: bool = True) -> Value:
+    def to(self, kind: Any, signed: bool = True) -> Value:
         """Converted by value: integers widen or are cut, floats become integers towards zero."""
         if kind == self.type:
             return self
@@ -179,7 +180,7 @@ class Value:
         return Value(self.c, self.c.b.shuffle_vector(self.ir, second, mask))
 
     def sum(self) -> Value:
-        """Of all lanes, by halves: lane i and lane i + lanes / 2 first."""
+        """Sum of all lanes, by halves: lane i and lane i + lanes / 2 first."""
         return self._fold(lambda a, b: a + b)
 
     def max(self) -> Value:
@@ -199,7 +200,7 @@ class Value:
 class View:
     """A row-major array in memory. Indices are ints or I64 values, a leading part of them or all; missing ones are 0."""
 
-    def __init__(self, c: Code, pointer: ir.Value, shape: Sequence[int], dtype: Any):
+    def __init__(self, c: Code, pointer: Any, shape: Sequence[int], dtype: Any):
         self.c, self.pointer, self.shape, self.dtype = c, pointer, tuple(shape), np.dtype(dtype).name
         if self.dtype not in _STORED:
             raise ValueError(f"CPU kernels have no arrays of {self.dtype}")
@@ -227,9 +228,9 @@ class View:
         return self.c.from_bf16(raw) if self.dtype == "bfloat16" else raw
 
     def raw(self, *index: int | Value, lanes: int = 0, align: int = 0) -> Value:
-        """As `load`, floats of 16 bits as their bits."""
+        """One element or `lanes`, as `load`, but floats of 16 bits as their bits."""
         kind = self.c.shaped(self.stored, lanes)
-        read = self.c.b.load(self.c.b.bitcast(self.at(*index), kind.as_pointer()))
+        read: Any = self.c.b.load(self.c.b.bitcast(self.at(*index), kind.as_pointer()))
         read.align = align or self.itemsize
         return Value(self.c, read)
 
@@ -241,7 +242,8 @@ class View:
         elif value.type != self.stored:
             value = value.to(self.stored)
         place = self.c.b.bitcast(self.at(*index), value.ir.type.as_pointer())
-        self.c.b.store(value.ir, place).align = align or self.itemsize
+        written: Any = self.c.b.store(value.ir, place)
+        written.align = align or self.itemsize
 
     def integer(self, *index: int | Value) -> Value:
         """One element of an integer array as I64."""
@@ -267,7 +269,7 @@ class Code:
 
     def __init__(self, fn: ir.Function):
         self.fn, self.b = fn, ir.IRBuilder(fn.append_basic_block("entry"))
-        self.part: Value | None = None
+        self.part: Any = None
 
     # Values
 
@@ -278,9 +280,9 @@ class Code:
         """A constant of `kind`; Values stay as they are."""
         return number if isinstance(number, Value) else self.constant(number, kind)
 
-    def constant(self, number: float | Sequence[float], kind: ir.Type = F32, lanes: int = 0) -> Value:
+    def constant(self, number: Any, kind: ir.Type = F32, lanes: int = 0) -> Value:
         """A scalar; a sequence, one lane each; or `number` in all `lanes`."""
-        convert = (lambda x: float(np.float32(x))) if isinstance(kind, ir.FloatType) else int
+        convert: Callable[[Any], Any] = (lambda x: float(np.float32(x))) if isinstance(kind, ir.FloatType) else int
         if np.ndim(number):
             return Value(self, ir.Constant(ir.VectorType(kind, len(number)), [convert(x) for x in number]))
         if lanes:
@@ -311,11 +313,11 @@ class Code:
 
     def join(self, *parts: Value) -> Value:
         """Vectors of equal size one after another."""
-        parts = list(parts)
-        while len(parts) > 1:
-            n = parts[0].lanes
-            parts = [a.take(range(2 * n), b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-        return parts[0]
+        left = list(parts)
+        while len(left) > 1:
+            n = left[0].lanes
+            left = [a.take(range(2 * n), b) for a, b in zip(left[::2], left[1::2], strict=True)]
+        return left[0]
 
     def intrinsic(self, name: str, result: ir.Type, *values: Value) -> Value:
         """A call of an LLVM intrinsic by its whole name."""
@@ -325,9 +327,9 @@ class Code:
 
     def _float(self, name: str, *values: Value) -> Value:
         lanes = max(v.lanes for v in values)
-        values = [self.spread(v, lanes) if lanes and not v.lanes else v for v in values]
+        alike = [self.spread(v, lanes) if lanes and not v.lanes else v for v in values]
         suffix = f"v{lanes}f32" if lanes else "f32"
-        return self.intrinsic(f"llvm.{name}.{suffix}", self.shaped(F32, lanes), *values)
+        return self.intrinsic(f"llvm.{name}.{suffix}", self.shaped(F32, lanes), *alike)
 
     def fma(self, a: Number, b: Number, c: Number) -> Value:
         """a * b + c, rounded once."""
@@ -399,7 +401,7 @@ class Code:
         if size > _STACK_BYTES:
             raise ValueError(f"stack: {size} bytes, at most {_STACK_BYTES}; use a workspace")
         with self.b.goto_entry_block():
-            place = self.b.alloca(ir.ArrayType(I8, size))
+            place: Any = self.b.alloca(ir.ArrayType(I8, size))
             place.align = 64
             view.pointer = self.b.bitcast(place, PTR)
         return view
@@ -418,7 +420,7 @@ class Code:
         start: int | Value,
         stop: int | Value,
         carried: Sequence[Value] = (),
-        body: Callable[..., Sequence[Value] | None] | None = None,
+        body: Callable[..., Sequence[Value] | None] = lambda *_: None,
         *,
         step: int = 1,
     ) -> list[Value]:
@@ -452,7 +454,7 @@ class Code:
 
     @contextmanager
     def when(self, condition: Value, likely: bool | None = None) -> Iterator[None]:
-        """What is written in here runs where the scalar `condition` holds."""
+        """A block of code that runs where the scalar `condition` holds."""
         with self.b.if_then(condition.ir, likely=likely):
             yield
 

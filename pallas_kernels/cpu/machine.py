@@ -27,7 +27,7 @@ _alive: list[object] = []  # engines own the code they made
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What kernels are compiled for: LLVM's triple, name of the CPU, features as `+avx2,...`, version of LLVM."""
+    """The machine that kernels are compiled for: LLVM's triple, name of the CPU, features as `+avx2,...`, version of LLVM."""
 
     triple: str
     cpu: str
@@ -77,7 +77,8 @@ def function(name: str, source: str) -> int:
     """The address of function `name` of LLVM module `source`, optimised for this machine; from the cache where it is there."""
     machine = here()
     key = digest(source)
-    path = _cache() / f"{key}.o" if _cache() else None
+    folder = _cache()
+    path = folder / f"{key}.o" if folder else None
     code = _read(path)
     if code is None:
         code = _compile(source, machine)
@@ -86,7 +87,7 @@ def function(name: str, source: str) -> int:
 
 
 def digest(source: str) -> str:
-    """What the code of a module depends on: its text, the machine, LLVM."""
+    """Digest of all that the code of a module depends on: its text, the machine, LLVM."""
     return hashlib.sha256(f"{here().key()}\n{source}".encode()).hexdigest()[:32]
 
 

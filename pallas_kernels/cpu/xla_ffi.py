@@ -16,6 +16,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import llvmlite.ir as ir
@@ -66,12 +67,11 @@ def read_layout(header: str) -> Layout:
     """The structures that a `c_api.h` declares."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", header, flags=re.S)
     found = [re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")]
-    version = tuple(int(m.group(1)) for m in found if m)
-    if version not in KNOWN:
+    told = tuple(int(m.group(1)) for m in found if m)
+    version = next((known for known in KNOWN if known == told), None)
+    if version is None:
         known = ", ".join(f"{a}.{b}" for a, b in KNOWN)
-        raise RuntimeError(
-            f"XLA FFI {'.'.join(map(str, version))}: CPU kernels know {known}; choose xla or install a supported jax"
-        )
+        raise RuntimeError(f"XLA FFI {'.'.join(map(str, told))}: CPU kernels know {known}; choose xla or install a supported jax")
     enums = {name: 4 for name in re.findall(r"\}\s*(XLA_FFI_\w+);", text) if re.search(rf"enum \{{[^}}]*\}}\s*{name};", text)}
     offsets, sizes, aligns = {}, dict(_SIZES | enums), {}
     for name, body in re.findall(r"struct (XLA_FFI_\w+) \{([^}]*)\}", text):
@@ -82,7 +82,10 @@ def read_layout(header: str) -> Layout:
             elif m := re.search(r"\(\*(\w+)\)", field):
                 kind, field_name, size = "", m.group(1), 8
             else:
-                kind, field_name = re.fullmatch(r"(?:const )?(?:struct )?([\w*\s]+?[\s*])(\w+)", field, flags=re.S).groups()
+                named = re.fullmatch(r"(?:const )?(?:struct )?([\w*\s]+?[\s*])(\w+)", field, flags=re.S)
+                if named is None:
+                    raise RuntimeError(f"XLA's FFI header of this jaxlib has a field that is not understood: {field!r}")
+                kind, field_name = named.groups()
                 size = 8 if "*" in kind else sizes.get(kind.strip(), 0)
             align = aligns.get(kind.strip(), min(size, 8)) or 8
             at = -(-at // align) * align
@@ -92,7 +95,7 @@ def read_layout(header: str) -> Layout:
     return Layout(version, offsets, {k.removeprefix("XLA_FFI_"): v for k, v in sizes.items()})
 
 
-def field(b: ir.IRBuilder, base: ir.Value, offset: int, kind: ir.Type = PTR) -> ir.Value:
+def field(b: Any, base: ir.Value, offset: int, kind: ir.Type = PTR) -> ir.Value:
     """A pointer to the `kind` at `base` + `offset`."""
     return b.bitcast(b.gep(base, [ir.Constant(I64, offset)]), kind.as_pointer())
 
@@ -272,7 +275,7 @@ class _Handler:
 
     def _error(self, b, api, scratch) -> ir.Value:
         text = b"XLA's FFI call frame is smaller than jaxlib's header says: choose xla\0"
-        message = ir.GlobalVariable(self.module, ir.ArrayType(I8, len(text)), self.name + ".error")
+        message: Any = ir.GlobalVariable(self.module, ir.ArrayType(I8, len(text)), self.name + ".error")
         message.global_constant, message.linkage = True, "internal"
         message.initializer = ir.Constant(message.value_type, bytearray(text))
         self._request(b, scratch, "Error_Create", {"message": b.bitcast(message, PTR)})

@@ -134,7 +134,11 @@ class Case:
 
 class OnACpu(OnCpu, Case):
     dtype = jnp.float32
-    allowed_error = 1e-5
+
+    @property
+    def allowed_error(self) -> float:
+        """Largest relative error against `reference`."""
+        return 1e-5
 
     def run(self, *arguments: Any) -> jax.Array:
         return cpu.decode_attention(*arguments, format=self.format)

@@ -23,11 +23,11 @@ SPLITS = 16
 def decode_attention(
     q: jax.Array, projected: jax.Array, pool: KVPages, table: jax.Array, positions: jax.Array, filled: jax.Array, *, format: str
 ) -> jax.Array:
-    """As the package's `decode_attention`, whose checks this relies on."""
+    """The package's `decode_attention` on a CPU; its checks are relied on."""
     leaves = jax.tree.leaves(pool)
     pages, kv_heads = leaves[0].shape[:2]
-    dtype = jnp.dtype(projected.dtype).name
-    shape = Shape(*q.shape, kv_heads, pages, table.shape[1], projected.shape[1], format, dtype)
+    dtype, (slots, rows, query_heads, dims) = jnp.dtype(projected.dtype).name, q.shape
+    shape = Shape(slots, rows, query_heads, dims, kv_heads, pages, table.shape[1], projected.shape[1], format, dtype)
     return _kernel(shape)(q, projected, table, positions, filled, *leaves)[0]
 
 

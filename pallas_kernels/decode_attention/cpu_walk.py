@@ -26,7 +26,7 @@ Rows = Callable[[int | Value, Value], Value]
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What is in registers at once: tokens x columns of scores, columns x 16 dims of sums. Decides no bit."""
+    """Sizes of what is in registers at once: tokens x columns of scores, columns x 16 dims of sums. Decides no bit."""
 
     tokens: int
     columns: int
@@ -252,7 +252,7 @@ class Walk:
 
 
 def _totals(vectors: list[Value]) -> Value:
-    """Of each of 16 vectors the sum of its lanes, by halves (lane i and lane i + 8 first), as one vector."""
+    """The sums of the lanes of each of 16 vectors, by halves (lane i and lane i + 8 first), as one vector."""
     width = LANES // 2
     while width:
         halves = range(0, LANES, 2 * width)

@@ -41,14 +41,16 @@ def delta_decode(
     rows: int,
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """As `delta_decode.delta_decode`, whose checks this relies on. ValueError: Dk or Dv that are no multiples of 16."""
+    """`delta_decode.delta_decode` on a CPU; its checks are relied on. ValueError: Dk or Dv that are no multiples of 16."""
     slots, value_heads, key_dim, value_dim = recurrent.shape
     if reason := unfit("delta_decode", key_dim, value_dim):
         raise ValueError(reason)
     layout = Layout((conv.shape[2] - value_heads * value_dim) // (2 * key_dim), value_heads, key_dim, value_dim)
     arguments = (projected, ab, conv, recurrent, records, start, count, taps, a_log, dt_bias, norm)
     dtypes = tuple(jnp.dtype(a.dtype).name for a in (projected, ab, conv))
-    return _kernel(_Shape(slots, rows, layout, taps.shape[2], conv.shape[1], eps, dtypes))(*arguments)
+    kernel = _kernel(_Shape(slots, rows, layout, taps.shape[2], conv.shape[1], eps, dtypes))
+    out, conv, recurrent, records = kernel(*arguments)
+    return out, conv, recurrent, records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ class _Shape:
     width: int
     ring: int
     eps: float
-    dtypes: tuple[str, str, str]  # of projected, ab and conv
+    dtypes: tuple[str, ...]  # of projected, ab and conv
 
     @property
     def arguments(self) -> list[jax.ShapeDtypeStruct]:

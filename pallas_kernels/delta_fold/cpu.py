@@ -20,12 +20,14 @@ __all__ = ["delta_fold", "unfit"]
 def delta_fold(
     recurrent: jax.Array, conv: jax.Array, records: jax.Array, start: jax.Array, count: jax.Array, *, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """As `delta_fold.delta_fold`, whose checks this relies on. ValueError: Dk or Dv that are no multiples of 16."""
+    """`delta_fold.delta_fold` on a CPU; its checks are relied on. ValueError: Dk or Dv that are no multiples of 16."""
     slots, value_heads, key_dim, value_dim = recurrent.shape
     if reason := unfit("delta_fold", key_dim, value_dim):
         raise ValueError(reason)
     layout = Layout((conv.shape[2] - value_heads * value_dim) // (2 * key_dim), value_heads, key_dim, value_dim)
-    return _kernel(slots, layout, conv.shape[1], width, conv.dtype)(recurrent, conv, records, start, count)
+    kernel = _kernel(slots, layout, conv.shape[1], width, conv.dtype)
+    recurrent, conv = kernel(recurrent, conv, records, start, count)
+    return recurrent, conv
 
 
 @functools.cache

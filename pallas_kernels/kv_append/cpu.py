@@ -39,7 +39,7 @@ def attention_inputs(
     format: str,
     eps: float,
 ) -> tuple[jax.Array, KVPages]:
-    """As `kv_append.attention_inputs`, whose checks this relies on."""
+    """`kv_append.attention_inputs` on a CPU; its checks are relied on."""
     leaves, tree = jax.tree.flatten(pool)
     pages, kv_heads = leaves[0].shape[:2]
     tokens, half = cos.shape
@@ -65,7 +65,7 @@ class _Shape:
     shared: bool
     format: str
     eps: float
-    dtypes: tuple[str, str]  # of projected, of cos and sin
+    dtypes: tuple[str, ...]  # of projected, of cos and sin
 
     @property
     def vectors(self) -> int:
@@ -73,7 +73,7 @@ class _Shape:
 
     @property
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
-        """Of the kernel, all but the pool's leaves."""
+        """Shapes of the kernel's arguments, all but the pool's leaves."""
         shapes = [
             ((self.tokens, 2 * (self.query_heads + self.kv_heads) * self.dims), self.dtypes[0]),
             *(((self.dims,), "float32"),) * 2,
@@ -98,7 +98,7 @@ def _kernel(shape: _Shape) -> cpu.Kernel:
         q, *pool = views[len(arguments) + len(leaves) :]  # what changes in place is the results' memory
         cut = len(pool) // 2
         k, v = (Part(c, shape.format, name, own) for name, own in (("k", pool[:cut]), ("v", pool[cut:])))
-        _Tokens(c, shape, *inputs, parts).run(q, k, v)
+        _Tokens(c, shape, *inputs, parts=parts).run(q, k, v)
 
     return cpu.kernel(
         f"kv_append_{shape.format}",

@@ -7,16 +7,14 @@ there, and what follows them is integers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pallas_kernels.cpu.emit import F32, I8, I32, LANES, Code, Value, View
+from pallas_kernels.kv_codecs.constants import FREE_BIT, LARGEST_FP16, LIMIT, ONE
 from pallas_kernels.kv_codecs.formats import ROTATION_GROUP, SCALE_GROUP, WORD_DIMS, layout_of
+from pallas_kernels.kv_codecs.scale_byte import REBIAS
 
-_ONE = 1 << 12  # a code step in the encoder's fixed point, see four_bit.py
-_LIMIT = 10.5 * _ONE
-_FREE_BIT = 28
 _LINE = 64  # bytes of a cache line
-_LARGEST_FP16 = 65504.0
-_REBIAS = 117 << 23  # of a scale byte, see scale_byte.py
 _TWENTY_FOUR = 0x41800000  # bits of 16.0; with a nibble 16 up: 24 + code
 
 
@@ -26,7 +24,8 @@ class Part:
     def __init__(self, c: Code, format: str, part: str, leaves: Sequence[View]):
         layout = layout_of(format, part)
         self.c, self.kind, self.dims = c, layout.kind, leaves[0].shape[-1] * layout.dims_per_code
-        self.codes, self.scales = leaves[0], leaves[1] if len(leaves) > 1 else None
+        self.codes = leaves[0]
+        self.scales: Any = leaves[1] if len(leaves) > 1 else None
 
     @property
     def plain(self) -> bool:
@@ -73,10 +72,10 @@ class Part:
             words = self.codes.load(*index, group * words_in_group, lanes=words_in_group)
             scales = decoded_scales(self.scales.load(*index, 2 * group, lanes=2).to(I32, signed=False))
             offsets = scales * -24.0
-            base = _TWENTY_FOUR
+            base: Any = _TWENTY_FOUR
             if self.kind == "e8":
                 base = (words.shr(10) & 1 << 18) | _TWENTY_FOUR  # the half bit, below the code's lowest
-                words = (words & ~(1 << _FREE_BIT)) | _parity(words) << _FREE_BIT
+                words = (words & ~(1 << FREE_BIT)) | _parity(words) << FREE_BIT
             for i in range(ROTATION_GROUP // LANES):
                 octets = [2 * i] * WORD_DIMS + [2 * i + 1] * WORD_DIMS
                 nibbles = (words.take(octets).shr(shifts) & 15) << 19
@@ -106,7 +105,7 @@ class Part:
         values = [x.load(start + i, lanes=LANES) for i in range(0, ROTATION_GROUP, LANES)]
         a, b, d, e = (c.abs(v) for v in values)
         largest = c.maximum(c.maximum(a, b), c.maximum(d, e)).max()
-        self.scales.store(c.minimum(largest * (1 / 127), _LARGEST_FP16), *index, group)
+        self.scales.store(c.minimum(largest * (1 / 127), LARGEST_FP16), *index, group)
         scale = self.scales.load(*index, group)  # as stored
         inverse = c.select(scale > 0.0, 1.0 / c.select(scale > 0.0, scale, 1.0), 0.0)
         for i, v in enumerate(values):
@@ -114,19 +113,19 @@ class Part:
             self.codes.store(code.to(I32).to(I8), *index, start + i * LANES)
 
     def _store_four_bit(self, x: View, index: tuple[Value, ...], group: Value) -> None:
-        """Of three neighbouring scales the one with the smallest squared error, the smallest scale on a tie."""
+        """Stores a group under that of three neighbouring scales which has the smallest squared error, the smallest on a tie."""
         c = self.c
         values = [x.load(group * SCALE_GROUP + i, lanes=LANES) for i in range(0, SCALE_GROUP, LANES)]
         high, low = c.maximum(*values).max(), c.minimum(*values).min()
         sign = c.select(high > -low, c.constant(0x80, I32), 0)
         size = c.maximum(high, -low) * 0.125
-        nearest = ((size.bits(I32) + (1 << 19)) >> 20) - (_REBIAS >> 20)
+        nearest = ((size.bits(I32) + (1 << 19)) >> 20) - (REBIAS >> 20)
         find = _nearest_e8 if self.kind == "e8" else _nearest_int4
         best: tuple[Value, ...] | None = None
         for neighbour in (-1, 0, 1):
             byte = c.minimum(c.maximum(nearest + neighbour, 0), 127) | sign
             scale = decoded_scales(byte)
-            inverse = c.constant(float(_ONE)) / scale
+            inverse = c.constant(float(ONE)) / scale
             found = [find(c, _fixed_point(c, v * inverse)) for v in values]
             cost = found[0][1] + found[1][1]
             new = (cost.lane(0) + cost.lane(WORD_DIMS)).to(F32) * (scale * scale), byte, *(words for words, _ in found)
@@ -160,15 +159,15 @@ def rotate(c: Code, x: View) -> None:
 
 def decoded_scales(byte: Value) -> Value:
     """float32 of scale bytes in int32."""
-    return (((byte & 0x7F) << 20) + _REBIAS | (byte & 0x80) << 24).bits(F32)
+    return (((byte & 0x7F) << 20) + REBIAS | (byte & 0x80) << 24).bits(F32)
 
 
 def _fixed_point(c: Code, steps: Value) -> Value:
-    return c.round(c.minimum(c.maximum(steps, -_LIMIT), _LIMIT)).to(I32)
+    return c.round(c.minimum(c.maximum(steps, -LIMIT), LIMIT)).to(I32)
 
 
 def _parity(words: Value) -> Value:
-    """Of the lowest bits of nibbles 0..6."""
+    """Parity of the lowest bits of nibbles 0..6."""
     low = words & 0x01111111
     for shift in (16, 8, 4):
         low = low ^ low.shr(shift)
@@ -184,7 +183,7 @@ def _octet(x: Value, join: Callable[[Value, Value], Value]) -> Value:
 
 def _round_codes(c: Code, target: Value) -> tuple[Value, Value, Value]:
     """Nearest codes in [-8, 7] of fixed-point values, what they miss, and their octets' words."""
-    codes = c.minimum(c.maximum((target + _ONE // 2) >> 12, -8), 7)
+    codes = c.minimum(c.maximum((target + ONE // 2) >> 12, -8), 7)
     shifts = c.constant([4 * i for i in range(WORD_DIMS)] * 2, I32)
     words = _octet((codes + 8) << shifts, lambda a, b: a | b)
     return codes, target - (codes << 12), words
@@ -197,20 +196,20 @@ def _nearest_int4(c: Code, steps: Value) -> tuple[Value, Value]:
 
 
 def _nearest_e8(c: Code, steps: Value) -> tuple[Value, Value]:
-    """As `_nearest_int4` for the nearest E8 codewords; four_bit.py has the search."""
+    """Words and costs of the nearest E8 codewords, as `_nearest_int4`; four_bit.py has the search."""
     found = []
     for coset in (0, 1):
-        codes, miss, words = _round_codes(c, steps - coset * (_ONE // 2))
+        codes, miss, words = _round_codes(c, steps - coset * (ONE // 2))
         one, none = c.spread(1, LANES, I32), c.spread(0, LANES, I32)
         inwards = c.select(codes.equals(7), none, c.select(miss >= 0, one, none))
         up = c.select(codes.equals(-8), one, inwards)
         # What a move by one gains, and below it the dim and the direction: the largest is unique and tells all.
         lane = c.constant([2 * i for i in range(WORD_DIMS)] * 2, I32)
         best = _octet(c.select(up.equals(1), miss, -miss) * 16 + lane + up, c.maximum)
-        odd = (_parity(words) ^ words.shr(_FREE_BIT)) & 1
+        odd = (_parity(words) ^ words.shr(FREE_BIT)) & 1
         move = ((best & 1) * 2 - 1) << ((best >> 1 & 7) * 4)
-        words = (words + odd * move) & ~(1 << _FREE_BIT) | coset << _FREE_BIT
-        error = _octet(miss * miss, lambda a, b: a + b) + odd * (_ONE * _ONE - (best >> 4) * (2 * _ONE))
+        words = (words + odd * move) & ~(1 << FREE_BIT) | coset << FREE_BIT
+        error = _octet(miss * miss, lambda a, b: a + b) + odd * (ONE * ONE - (best >> 4) * (2 * ONE))
         found.append((words, error))
     (words, error), (half_words, half_error) = found
     return c.select(half_error < error, half_words, words), c.minimum(error, half_error) >> 4

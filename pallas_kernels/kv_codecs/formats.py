@@ -41,7 +41,7 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How one part (K or V) of a format is stored: code and scale dtypes, dims per stored element, and whether the values
+    """Storage of one part (K or V) of a format: code and scale dtypes, dims per stored element, and whether the values
     are rotated."""
 
     kind: str  # "float", "int8", "int4" or "e8"

@@ -200,7 +200,8 @@ def read_bytes_per_second(size: int = 2**28) -> float:
             return [s + x.load(i * line + 16 * n, lanes=16) for n, s in enumerate(sums)]
 
         sums = c.loop(first, last, c.zeros(4), add)
-        out.store(sum(sums[1:], sums[0]).sum(), c.part)
+        added: Any = functools.reduce(operator.add, sums)
+        out.store(added.sum(), c.part)
 
     call = jax.jit(cpu.kernel("plain_sum", total, [x], [jax.ShapeDtypeStruct((parts,), jnp.float32)], parts=parts))
     seconds = []
@@ -217,6 +218,7 @@ def copy_program(x: Any, one: Any) -> Program:
 
 
 def table(found: list[Timing]) -> str:
+    """Timings as lines of text, a header above."""
     of = "of sum" if found and found[0].device == "cpu" else "of copy"
     lines = [f"{'case':42} {'us':>9} {'spread':>7} {'GB/s':>7} {of:>7}"]
     for t in found:

@@ -1,4 +1,4 @@
-"""What a CPU case has in common with the GPU's case of the same op: its shapes, with float32 activations, and another call."""
+"""A CPU's case of an op that has one for a GPU: its shapes, with float32 activations, and another call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ class OnCpu:
 
     on_cpu = True
     itemsize = 4  # of an activation
+    op: str
+    name: str
+    run: Any
 
     def arguments(self) -> list[Any]:
         """Shape structs for `call`."""
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, _wide(s.dtype)), super().arguments())
+        case: Any = super()
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, _wide(s.dtype)), case.arguments())
 
     def sample(self, key: jax.Array) -> list[Any]:
         """Random arguments for `call`."""
-        return jax.tree.map(lambda a: a.astype(_wide(a.dtype)), super().sample(key))
+        case: Any = super()
+        return jax.tree.map(lambda a: a.astype(_wide(a.dtype)), case.sample(key))
 
     def call(self, *arguments: Any, interpret: bool = False) -> Any:
         """The kernel, compiled by LLVM."""

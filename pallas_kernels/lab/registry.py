@@ -74,7 +74,7 @@ def cases(ops: list[str] | None = None, small: bool = False, on_cpu: bool = Fals
 
 
 def cpu_cases(ops: list[str] | None = None) -> list[Case]:
-    """As `cases`, those of CPU kernels alone."""
+    """Cases of CPU kernels alone, as `cases` has them."""
     return _found(ops, ["ON_CPU"])
 
 

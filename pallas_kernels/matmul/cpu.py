@@ -54,7 +54,7 @@ def linear(
     swiglu: bool = False,
     out_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """As `matmul.linear` with the parts around it; x `[1..64, in]` and w `[out, in]` float32 or bfloat16 each."""
+    """`matmul.linear` on a CPU with the parts around it; x `[1..64, in]` and w `[out, in]` float32 or bfloat16 each."""
     (rows, k), n = x.shape, w.shape[0]
     shape = _Shape(rows, k, n, n // 2 if swiglu else n, eps, norm is not None, swiglu, residual is not None)
     operands = [a for a in (x, w, norm, residual) if a is not None]
@@ -73,7 +73,7 @@ def linear(
 
 
 def parts_for(nbytes: int, units: int) -> int:
-    """How many parts a product over `nbytes` of weights in so many units of columns is cut into. No result depends on it."""
+    """Parts that a product over `nbytes` of weights in so many units of columns is cut into. No result depends on it."""
     return max(1, min(units, _PARTS, nbytes // _PART_BYTES))
 
 
@@ -123,13 +123,12 @@ def _prepare(c: Any, *views: Any, shape: _Shape) -> None:
 
 
 def _columns(c: Any, *views: Any, shape: _Shape, prepared: bool) -> None:
-    views = list(views)
-    x, w = views.pop(0), views.pop(0)
+    x, w, *left = views
     if shape.normed:
-        views.pop(0)
-    residual = views.pop(0) if shape.added else None
-    out = views.pop(0)
-    x = views.pop(0) if prepared else x
+        left.pop(0)
+    residual = left.pop(0) if shape.added else None
+    out = left.pop(0)
+    x = left.pop(0) if prepared else x
     whole = shape.out // _COLUMNS
     rest = shape.out % _COLUMNS
 

@@ -49,7 +49,7 @@ class _Shape:
 
     @property
     def blocks(self) -> int:
-        """Of 32 k, in a group."""
+        """Blocks of 32 k in a group."""
         return self.weight.group // 32
 
     @property
@@ -71,7 +71,7 @@ def quantised_linear(
     swiglu: bool = False,
     out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
-    """As `matmul.quantised_linear`, whose checks this relies on; x `[1..32, K]` bfloat16 or float32."""
+    """`matmul.quantised_linear` on a CPU; its checks are relied on. x `[1..32, K]` bfloat16 or float32."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (weight.words, weight.scales, weight.unit)]
     described = dataclasses.replace(weight, words=structs[0], scales=structs[1], unit=structs[2])
     shape = _Shape(x.shape[0], described, norm is not None, swiglu, residual is not None, eps)
@@ -91,9 +91,7 @@ def quantised_linear(
 
 def _views(views: tuple[Any, ...], shape: _Shape) -> tuple[Any, ...]:
     """x, words, scales, unit, norm, residual, out, rounded activations, their steps."""
-    views = list(views)
-    x, words, scales, unit = views[:4]
-    rest = views[4:]
+    x, words, scales, unit, *rest = views
     norm = rest.pop(0) if shape.normed else None
     residual = rest.pop(0) if shape.added else None
     return (x, words, scales, unit, norm, residual, *rest)
@@ -143,7 +141,7 @@ def _columns(c: Any, *views: Any, shape: _Shape) -> None:
     padded = shape.weight.padded_columns
     words = c.view(words.pointer, (shape.weight.tiles * shape.blocks, padded, 32), jnp.int16)
     scales = c.view(scales.pointer, (shape.weight.tiles, padded, shape.planes), jnp.uint8)
-    gates = c.stack((shape.rows, _BLOCK), jnp.float32) if shape.swiglu else None
+    gates: Any = c.stack((shape.rows, _BLOCK), jnp.float32) if shape.swiglu else None
 
     def finish(write: Any, at: Any, count: int) -> None:
         """write(r, i, y) for the sums of columns at + i, `count` of them; 8 lanes or, at the end, scalars."""

@@ -17,6 +17,7 @@ tl = importlib.import_module("triton.language")
 
 @triton.jit
 def add(a, b):
+    """a + b, for reductions."""
     return a + b
 
 

@@ -57,7 +57,7 @@ class Packed(IntegerCodes):
 def compressed_tensors(
     infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any], notes: list[str]
 ) -> tuple[str, dict[str, SourceTensor]]:
-    """What they are, in words, and the tensors. CheckpointError, naming a tensor, for every other format of
+    """The kind of quantisation, in words, and the tensors. CheckpointError, naming a tensor, for every other format of
     compressed-tensors and for act-order."""
     groups = quantization.get("config_groups")
     groups = [g for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []

@@ -188,7 +188,7 @@ class Metadata:
         return of_attention.pop()
 
     def config(self, layers: int, heads: Heads, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """What config.json would say."""
+        """The content that config.json would have."""
         for key, neutral in (("rope.scaling.type", ("none", "default")), ("rope.scaling.factor", (1.0,))):
             value = self.get(f"qwen35.{key}")
             if value is not None and value not in neutral:

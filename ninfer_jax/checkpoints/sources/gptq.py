@@ -69,7 +69,7 @@ def gptq_tensors(infos: Mapping[str, TensorInfo], quantization: Mapping[str, Any
 
 
 def module_settings(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """What a quantization_config says of one module, by its name in the file: `dynamic` of GPTQModel (patterns from the
+    """The settings of a quantization_config for one module, by its name in the file: `dynamic` of GPTQModel (patterns from the
     beginning of the name, the first that fits; "-:" leaves modules out) or `extra_config` of AutoRound before the rest."""
     own: Mapping[str, Any] = {}
     for key, matches in (("dynamic", re.match), ("extra_config", re.search)):
@@ -131,7 +131,7 @@ def _bits(base: str, qzeros: TensorInfo, shape: tuple[int, int], settings: Mappi
 
 
 def _zeros(base: str, qzeros: TensorInfo, settings: Mapping[str, Any], form: str | None, bits: int, outputs: int) -> int | None:
-    """What stored zeros lack, None where all of them are half the range."""
+    """The number that stored zeros lack, None where all of them are half the range."""
     half, where = 1 << (bits - 1), f"{base}.qzeros in {qzeros.file}"
     zeros = unpacked(np.asarray(mapped(qzeros)), bits)[:, :outputs]
     # Where the form is not named, a constant half, or half less one, that the config calls symmetric can mean only one thing.

@@ -45,5 +45,5 @@ class Grid(SourceTensor):
 
 
 def blocks_of(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """How many blocks a matrix has, the last of a row or a column perhaps cut."""
+    """Blocks of a matrix along both axes, the last of a row or a column perhaps cut."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])

@@ -16,7 +16,7 @@ _PREFIX = "language_model.model."
 
 
 def mlx_sentence(quantization: Mapping[str, Any] | None, tensor: str = "") -> str:
-    """What to say of such a checkpoint: its kind, what shows it, and what to take instead."""
+    """The sentence about such a checkpoint: its kind, what shows it, and what to take instead."""
     form = "unquantised"
     if quantization is not None:
         mode = quantization.get("mode", "affine")

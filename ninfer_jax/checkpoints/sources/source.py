@@ -1,4 +1,4 @@
-"""What every source of weights offers: canonical tensors that are read in blocks of rows."""
+"""The interface of every source of weights: canonical tensors that are read in blocks of rows."""
 
 from __future__ import annotations
 
