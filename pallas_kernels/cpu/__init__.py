@@ -47,7 +47,7 @@ from pallas_kernels.cpu.machine import here
 
 __all__ = ["Kernel", "assembly", "here", "kernel", "registered"]
 
-_kernels: dict[str, Kernel] = {}
+_targets: list[str] = []
 _lock = threading.Lock()
 
 
@@ -93,17 +93,18 @@ def kernel(
     source, symbol = _source(name, build, arguments, [*results, *workspace], parts, before, after, aliases or {})
     target = f"ninfer.{symbol}.{machine.digest(source)}"
     with _lock:
-        if target not in _kernels:
+        if target not in _targets:
             address = machine.function(symbol, source)
             capsule = jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address))
             jax.ffi.register_ffi_target(target, capsule, platform="cpu")
-            _kernels[target] = Kernel(target, arguments, [*results, *workspace], len(results), aliases or {})
-        return _kernels[target]
+            _targets.append(target)
+    # The same code may serve other shapes: a leading axis that nothing depends on is not in it.
+    return Kernel(target, arguments, [*results, *workspace], len(results), aliases or {})
 
 
 def registered() -> tuple[str, ...]:
     """The targets made so far: what compiled programs may call."""
-    return tuple(_kernels)
+    return tuple(_targets)
 
 
 def assembly(name: str, build: Callable[..., None], arguments: Sequence[Any], results: Sequence[Any], **options: Any) -> str:

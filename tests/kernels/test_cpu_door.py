@@ -206,3 +206,13 @@ def test_the_installed_header_is_known_and_another_version_is_refused():
         xla_ffi.read_layout(
             header.replace("* future;  // out\n};\n\nXLA_FFI_DEFINE_STRUCT_TRAITS(XLA_FFI_CallFrame", "* x;\n};\n(")
         ).at("CallFrame.future")
+
+
+def test_the_same_code_serves_arrays_that_differ_where_it_does_not_look():
+    def first_row(c, x, out):
+        c.loop(0, N, [], lambda i: out.store(x.load(0, i, lanes=16), i), step=16)
+
+    for rows in (3, 5):
+        x = jnp.arange(rows * N, dtype=jnp.float32).reshape(rows, N)
+        call = cpu.kernel("first_row", first_row, [x], [like(N)])
+        assert np.array_equal(jax.jit(call)(x)[0], x[0])
