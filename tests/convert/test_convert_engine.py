@@ -84,7 +84,7 @@ def test_same_tokens_and_logits(gptq):
     # The plain model's programs are the same: they need not be compiled again.
     model = TextModel(ours.model_config, jnp.float32, mtp=True)
     runner = Runner(ours.programs, CheckpointWeights(plain).parameters(model, lambda *_: None), ours.programs.allocate())
-    theirs = Engine(runner, ours.programs, ours.tokenizer, ours.template, ours.defaults, ours.model_config, 0)
+    theirs = Engine(runner, ours.programs, ours.tokenizer, ours.template, ours.defaults, ours.model_config, (), 0)
     params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
     a, b = (e.generate(PROMPT, params) for e in (ours, theirs))
     assert a.tokens == b.tokens and len(a.tokens) == 24 and a.stats.drafted > 0

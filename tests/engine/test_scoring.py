@@ -65,7 +65,7 @@ def in_chunks_of(chunk: int, engine: Engine) -> Engine:
     model = TextModel(engine.model_config, jnp.dtype("float32"), mtp=False)
     programs = Programs(model, engine.programs.shape, chunk, engine.tokenizer.vocab_size, "cpu")
     runner = Runner(programs, engine.runner.pool.parameters, programs.allocate())
-    return Engine(runner, programs, engine.tokenizer, engine.template, engine.defaults, engine.model_config, 0)
+    return Engine(runner, programs, engine.tokenizer, engine.template, engine.defaults, engine.model_config, (), 0)
 
 
 def test_scores_do_not_depend_on_the_chunks(plain_engine):
