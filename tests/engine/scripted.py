@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from ninfer_jax import Engine, SamplingParams
+from ninfer_jax.config import PAGE
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.state import State
-from pallas_kernels.kv_pages import read_tokens
 
 Script = Callable[[list[int]], list[int]]
 
@@ -69,10 +69,13 @@ class ScriptedRunner(Runner):
         length = int(state.slots.length[slot])
         arrays = {"length": np.array(length)}
         for layer, (recurrent, conv) in enumerate(zip(state.recurrent, state.conv, strict=True)):
-            arrays[f"recurrent{layer}"], arrays[f"conv{layer}"] = (np.asarray(recurrent[slot]), np.asarray(conv[slot, :window]))
+            arrays[f"recurrent{layer}"] = np.asarray(recurrent)[slot].copy()
+            arrays[f"conv{layer}"] = np.asarray(conv)[slot, :window].copy()
+        # With NumPy: each length is a shape of its own, for which JAX would compile.
+        token = np.arange(length)
         for layer, pool in enumerate(state.kv):
-            for at, leaf in enumerate(jax.tree.leaves(read_tokens(pool, table, length))):
-                arrays[f"pages{layer}.{at}"] = np.asarray(leaf)
+            for at, leaf in enumerate(jax.tree.leaves(pool)):
+                arrays[f"pages{layer}.{at}"] = np.asarray(leaf)[table[token // PAGE], :, token % PAGE]
         return arrays
 
 
