@@ -42,7 +42,7 @@ JOBS ?= 2
 # A group of tests, whose engines are compiled once, stays in one process (tests/conftest.py), and what is compiled once is
 # kept beside the environment that compiled it: the cache's keys hold programs, versions and XLA_FLAGS.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} JAX_COMPILATION_CACHE_DIR=$(CURDIR)/$(1)/jax-cache \
-	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3 $(1)/bin/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3 $(1)/bin/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 stages = +@MAKE='$(MAKE)' .ci/stages 'make $@'
 AVX2 := XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX2"
 

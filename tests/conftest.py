@@ -24,17 +24,48 @@ DRAFTING = PLAIN | dict(slots=2, draft=3)
 MICRO = dict(context=256, prefill_chunk=64, kv="f32")
 MICRO_DRAFTING = MICRO | dict(slots=2, draft=1)
 
-# Fixtures that compile an engine -> the group of their tests. A group stays in one process, so that its engine is compiled
-# once; the longest come first, so that no process ends long after the other.
+# Files and folders whose tests share what has been compiled -> one group, which stays in one process. The longest come first,
+# so that no process ends long after the other; after these, every other file is a group of its own.
+GROUPS = {
+    "e8": ("engine/test_speculative.py",),
+    "model": ("model",),
+    "standard": (
+        "engine/test_api.py",
+        "engine/test_bad_input.py",
+        "engine/test_cli.py",
+        "engine/test_compilations.py",
+        "engine/test_examples.py",
+        "engine/test_greedy_drafts.py",
+        "engine/test_look_ahead.py",
+        "engine/test_pending_rows.py",
+        "engine/test_scoring.py",
+        "engine/test_streams.py",
+        "evaluate",
+        "bench/test_bench_cli.py",
+        "bench/test_bench_measure.py",
+        "programs/test_smoke.py",
+    ),
+    "benchmarks": ("benchmarks/test_device_check.py",),
+    "micro": (
+        "engine/test_huge_pages.py",
+        "engine/test_interrupts.py",
+        "engine/test_micro_engine.py",
+        "engine/test_sigint.py",
+        "engine/test_steady_memory.py",
+        "engine/test_without_tokenizer.py",
+    ),
+}
+# Products, whose tests have nothing in common.
+SPREAD = {"engine/test_greedy_matrix.py", "cards/test_every_card.py"}
+# The fixtures that compile an engine, and the groups that use them.
 ENGINES = {
-    "together": "standard",
-    "draft_engine": "standard",
     "plain_engine": "standard",
+    "draft_engine": "standard",
     "coarse_engine": "standard",
+    "together": "standard",
     "micro_engine": "micro",
     "micro_drafting": "micro",
 }
-LONGEST_FIRST = ("e8", "model", "standard", "micro")
 # Folders of tests that are compiled as for users, like tests with one of these marks: what they are about is numbers or code.
 AS_FOR_USERS = {"kernels", "cards", "evaluate"}
 AS_FOR_USERS_MARKS = {"bits", "as_for_users"}
@@ -113,23 +144,45 @@ def micro_drafting(engine_for, micro_path) -> Engine:
     return engine_for(micro_path, quickly=True, **MICRO_DRAFTING)
 
 
-def folder(item: pytest.Item) -> str:
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+def group(test: str) -> str:
+    """The group of a test, given as in `pytest tests/engine/test_api.py::test_end_tokens`."""
+    file = test.partition("::")[0].removeprefix("tests/")
+    for name, members in GROUPS.items():
+        if file in members or file.partition("/")[0] in members:
+            return name
+    return test if file in SPREAD else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """`--dist loadscope`, but a group takes the place of a module. The marks of `--dist loadgroup` do not reach pytest-xdist
+    3.8 from pytest 9.2."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    return ByGroup(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: at for at, name in enumerate(GROUPS)}
+    items.sort(key=lambda item: order.get(group(item.nodeid), len(order)))
     for item in items:
-        engines = [name for name in ENGINES if name in getattr(item, "fixturenames", ())]
         if folder(item) == "cards":
             item.add_marker("cards")
+        engines = [name for name in ENGINES if name in getattr(item, "fixturenames", ())]
         if engines:
             item.add_marker("engine")
-        if not item.get_closest_marker("xdist_group"):
-            # The folder of the model shares its programs, see `harness` there.
-            own = "model" if "harness" in getattr(item, "fixturenames", ()) else item.path.stem
-            item.add_marker(pytest.mark.xdist_group(ENGINES[engines[0]] if engines else own))
-    order = {name: at for at, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: order.get(item.get_closest_marker("xdist_group").args[0], len(order)))
+            if group(item.nodeid) != ENGINES[engines[0]]:
+                raise pytest.UsageError(f"{item.nodeid} uses {engines[0]}: its file belongs to {ENGINES[engines[0]]} in GROUPS")
+
+
+def folder(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 @pytest.hookimpl(wrapper=True)

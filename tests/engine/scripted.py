@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -102,3 +103,13 @@ def run(
         runner.round()
         snapshots[len(sequence.tokens)] = runner.snapshot(0, table)
     return sequence, snapshots
+
+
+def compare_greedy(plain: Engine, drafting: Engine) -> None:
+    """Eight answers of 64 tokens are the same; rounds with every number of accepted drafts must have occurred."""
+    params, accepted = replace(GREEDY, max_new_tokens=64), set()
+    for prompt in PROMPTS[:8]:
+        _, *rounds, last = drafting.stream(prompt, params)
+        assert last.completion.tokens == plain.generate(prompt, params).tokens
+        accepted |= {len(piece.tokens) - 1 for piece in rounds if piece.tokens}
+    assert accepted == set(range(drafting.programs.shape.draft + 1))

@@ -1,83 +1,13 @@
-"""Greedy answers with drafts equal greedy answers without: every K and every KV format, two of them at each change."""
+"""Greedy answers with drafts equal greedy answers without. `test_greedy_matrix.py` has every K and every KV format, and
+`test_speculative.py` the states behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
-from scripted import GREEDY, PROMPTS, config
+from scripted import compare_greedy
 
-from ninfer_jax import Engine, EngineConfig
-from ninfer_jax.checkpoints import tiny_path
-from ninfer_jax.config import MAX_DRAFT
-
-FORMATS = ("f32", "bf16", "int8", "rk8v4", "rk4v4", "rk4v4-e8")
-SHORT = replace(GREEDY, max_new_tokens=64)
-pytestmark = [pytest.mark.engine, pytest.mark.bits]
-
-
-def load(draft: int, kv: str, slots: int = 1) -> Engine:
-    """An engine that nobody else needs, to be forgotten after the test."""
-    return Engine.load(tiny_path(), EngineConfig(**config(draft, kv, slots)))
-
-
-def answers(engine: Engine) -> list[list[int]]:
-    return [c.tokens for c in engine.generate_many(PROMPTS, GREEDY)]
-
-
-def compare(plain: Engine, drafting: Engine) -> None:
-    """Eight answers of 64 tokens; rounds with every number of accepted drafts must have occurred."""
-    accepted = set()
-    for prompt in PROMPTS[:8]:
-        _, *rounds, last = drafting.stream(prompt, SHORT)
-        assert last.completion.tokens == plain.generate(prompt, SHORT).tokens
-        accepted |= {len(piece.tokens) - 1 for piece in rounds if piece.tokens}
-    assert accepted == set(range(drafting.programs.shape.draft + 1))
+pytestmark = pytest.mark.bits
 
 
 def test_with_three_drafts_in_full_precision(plain_engine, draft_engine):
-    compare(plain_engine, draft_engine)
-
-
-@pytest.mark.xdist_group("e8")
-def test_with_the_most_drafts_in_the_smallest_format(engine_for):
-    compare(engine_for(**config(0, "rk4v4-e8")), engine_for(**config(MAX_DRAFT, "rk4v4-e8", slots=2)))
-
-
-@pytest.fixture(scope="module")
-def plain_answers() -> Callable[[str], list[list[int]]]:
-    """Greedy answers without drafts, computed once a format."""
-    known: dict[str, list[list[int]]] = {}
-
-    def of(kv: str) -> list[list[int]]:
-        if kv not in known:
-            known[kv] = answers(load(0, kv))
-        return known[kv]
-
-    return of
-
-
-@pytest.mark.full
-@pytest.mark.xdist_group("matrix")
-@pytest.mark.parametrize(
-    ("draft", "kv"),
-    [(k, kv) for kv in ("bf16", "rk4v4-e8") for k in (1, 2, 3, 4, 5)]
-    + [(3, kv) for kv in FORMATS if kv not in ("bf16", "rk4v4-e8")],
-)
-def test_greedy_with_drafts_equals_greedy_without(draft, kv, plain_answers):
-    """Twenty answers of 256 tokens."""
-    engine = load(draft, kv)
-    completions = engine.generate_many(PROMPTS, GREEDY)
-    assert [c.tokens for c in completions] == plain_answers(kv)
-    # The comparison means something only if drafts were both taken and refused.
-    accepted, drafted = (sum(getattr(c.stats, name) for c in completions) for name in ("accepted", "drafted"))
-    assert 0 < accepted < drafted
-    if draft == 3 and kv == "f32":
-        assert accepted / drafted >= 0.5  # what the bundled model's MTP head is trained for
-
-
-@pytest.mark.full
-@pytest.mark.xdist_group("matrix")
-def test_four_slots_equal_one(plain_answers):
-    assert answers(load(3, "f32", slots=4)) == plain_answers("f32")
+    compare_greedy(plain_engine, draft_engine)

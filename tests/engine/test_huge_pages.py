@@ -32,7 +32,6 @@ def test_small_arrays_and_scalars_are_left_alone():
 
 
 @pytest.mark.engine
-@pytest.mark.xdist_group("micro")
 def test_an_engine_has_its_weights_there(micro_path, monkeypatch):
     # Matrices of the small checkpoint count as large here: its embedding, for one, has 272 KiB.
     monkeypatch.setattr(huge_pages, "PAGE", 1 << 14)

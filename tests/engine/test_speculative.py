@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scripted import GREEDY, PROMPTS, config, run
+from scripted import GREEDY, PROMPTS, compare_greedy, config, run
 
 from ninfer_jax import SamplingParams
 from ninfer_jax.config import MAX_DRAFT
 
-pytestmark = [pytest.mark.engine, pytest.mark.bits, pytest.mark.xdist_group("e8")]
+pytestmark = [pytest.mark.engine, pytest.mark.bits]
 K = MAX_DRAFT
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=120, seed=11, frequency_penalty=0.2, ignore_eos=True)
 
@@ -107,6 +107,10 @@ def test_the_exact_context_limit(pair, prompt, room):
     assert sequence.tokens == reference.tokens and len(sequence.tokens) == room
     assert sequence.finish_reason == "length"
     assert_same_states(plain, drafted)
+
+
+def test_greedy_answers_are_the_same(pair):
+    compare_greedy(*pair)
 
 
 def test_a_sampled_answer_is_the_same_with_drafts_and_beside_others(pair):
