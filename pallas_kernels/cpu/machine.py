@@ -23,6 +23,9 @@ _NEEDED = ("avx2", "fma", "f16c", "bmi2")
 _INSTEAD = "choose kernels: xla"
 _lock = threading.Lock()
 _alive: list[object] = []  # engines own the code they made
+# Code and constants of a kernel lie where the process has room, and in one that has mapped gigabytes that may be further apart
+# than the 2 GiB that the smaller models reach: LLVM's loader then ends the process.
+_CODE_MODEL = "large"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,7 @@ def function(name: str, source: str) -> int:
 
 def digest(source: str) -> str:
     """Digest of all that the code of a module depends on: its text, the machine, LLVM."""
-    return hashlib.sha256(f"{here().key()}\n{source}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{here().key()}\n{_CODE_MODEL}\n{source}".encode()).hexdigest()[:32]
 
 
 def load(name: str, code: bytes) -> int:
@@ -136,7 +139,7 @@ def _optimised(source: str, machine: Machine):
 def _target(machine: Machine):
     target = _binding().Target.from_triple(machine.triple)
     return target.create_target_machine(
-        opt=3, cpu=machine.cpu, features=machine.features, reloc="pic", codemodel="default", jit=True
+        opt=3, cpu=machine.cpu, features=machine.features, reloc="pic", codemodel=_CODE_MODEL, jit=True
     )
 
 

@@ -14,6 +14,7 @@ from pallas_kernels import cpu
 from pallas_kernels.cpu import machine, xla_ffi
 
 N = 48
+ROOT = Path(__file__).parents[2]
 
 
 def run(name, build, arguments, results, **options):
@@ -216,3 +217,32 @@ def test_the_same_code_serves_arrays_that_differ_where_it_does_not_look():
         x = jnp.arange(rows * N, dtype=jnp.float32).reshape(rows, N)
         call = cpu.kernel("first_row", first_row, [x], [like(N)])
         assert np.array_equal(jax.jit(call)(x)[0], x[0])
+
+
+SCATTERED = """
+import ctypes, jax.numpy as jnp
+from pallas_kernels.matmul import linear
+
+page, reach = 4096, 4 << 30
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+reserve = lambda size: libc.mmap(None, size, 0, 0x4022, -1, 0)  # private, anonymous, no access, not counted as memory
+assert float(linear(jnp.ones((1, 64)), jnp.ones((64, 64)), impl="cpu")[0, 0]) == 64
+base = reserve(16 * reach)
+for pages in 256, 16, 1:
+    while reserve(pages * page) > base:  # every gap above
+        pass
+for hole in range(1, 16):
+    libc.munmap(base + hole * reach, page)
+for k in range(80, 208, 16):
+    assert float(linear(jnp.ones((1, k)), jnp.ones((64, k)), impl="cpu")[0, 0]) == k
+"""
+
+
+def test_code_may_lie_far_from_its_constants(tmp_path):
+    """In an address space whose only gaps are of a page and 4 GiB apart; nothing comes from the cache."""
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SCATTERED], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
