@@ -11,6 +11,7 @@ MAX_CONTEXT = 262_144
 MAX_DRAFT = 5
 MAX_SLOTS = 4
 DTYPES = ("auto", "float32", "bfloat16")
+KERNELS = ("auto", "cpu", "xla")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class EngineConfig:
         softmax and logits are float32 always.
     tokenizer: "auto" is the checkpoint's own; None does without: prompts are token ids, answers have ids and no text, and every
         row of the output head may be drawn.
+    kernels: on a CPU "cpu" runs a round's rows together through kernels that LLVM compiles, as a card does, and "xla" one after
+        another through XLA's own operations, which is what "auto" takes there. On a card only "auto".
     """
 
     context: int | None = None
@@ -38,6 +41,7 @@ class EngineConfig:
     pool: int | None = None
     dtype: str = "auto"
     tokenizer: str | None = "auto"
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         _between("slots", self.slots, 1, MAX_SLOTS)
@@ -58,6 +62,8 @@ class EngineConfig:
             raise ValueError(
                 f"tokenizer is {shown(self.tokenizer)}, it must be 'auto' (the checkpoint's own) or None (token ids alone)"
             )
+        if self.kernels not in KERNELS:
+            raise ValueError(f"kernels is {shown(self.kernels)}, known are {', '.join(KERNELS)}")
 
 
 def _between(field: str, value: object, low: int, high: int) -> None:

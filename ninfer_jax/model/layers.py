@@ -7,6 +7,7 @@ several tensors share a parameter (`Linear`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ from flax import nnx
 
 from ninfer_jax.checkpoints import Stored
 from ninfer_jax.config import Recipe, WeightFormat
-from pallas_kernels import embedding
+from pallas_kernels import embedding, launch
 from pallas_kernels.matmul import (
     DECODE_ROWS,
     PAIR_ROWS,
     QuantisedWeight,
+    cpu_norm,
     linear,
     quantised,
     quantised_linear,
@@ -81,7 +83,8 @@ class RMSNorm(nnx.Module):
         self.weight = describe((size,), jnp.float32 if recipe is None else jnp.bfloat16, "norm")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.eps)
+        few = cpu_norm if x.ndim == 2 and x.shape[0] <= DECODE_ROWS else None
+        return launch.by_platform(x, self.weight[...], xla=partial(rms_norm, eps=self.eps), cpu=few and partial(few, eps=self.eps))
 
 
 class Linear(nnx.Module):

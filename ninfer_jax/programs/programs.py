@@ -34,16 +34,25 @@ class Programs:
     take longer than everything else the host does in a round (0.6 of 1.1 ms for 160 arrays, measured on a CPU).
     All but `allocate` and `head` take the state, whose buffers they reuse, and return the new one first. `compile_all`
     compiles everything but `head` (logits of a whole chunk, for scoring) and `settle` (states that nothing is missing from,
-    to be looked at); these are compiled when first asked for. platform: "cpu" or "cuda".
+    to be looked at); these are compiled when first asked for. platform: "cpu" or "cuda". kernels: the form that ops take
+    where they have it (`launch.lowering_for`).
     """
 
-    def __init__(self, model: TextModel, shape: StateShape, prefill_chunk_tokens: int, valid_ids: int, platform: str):
+    def __init__(
+        self,
+        model: TextModel,
+        shape: StateShape,
+        prefill_chunk_tokens: int,
+        valid_ids: int,
+        platform: str,
+        kernels: str | None = None,
+    ):
         if platform != "cpu" and not shape.rows_together:
             raise ValueError(f"rows_together is false in the state's shape: rows one by one are for a CPU, not for {platform}")
         graph, described = nnx.split(model)
         leaves, structure = jax.tree.flatten(described)
         self.shape, self.chunk, self.config = shape, prefill_chunk_tokens, model.config
-        self.platform = platform
+        self.platform, self.kernels = platform, kernels
         self._parameters = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
         self._graph, self._structure = graph, structure
@@ -135,7 +144,7 @@ class Programs:
         return self._get("head")(parameters, hidden)
 
     def _lower(self, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]) -> jax.stages.Lowered:
-        with lowering_for(self.platform):
+        with lowering_for(self.platform, self.kernels):
             return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments)
 
     def _get(self, name: str) -> Compiled:

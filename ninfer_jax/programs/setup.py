@@ -18,6 +18,7 @@ from ninfer_jax.model_path import model_path
 from ninfer_jax.programs.programs import Programs
 from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
+from pallas_kernels import cpu
 from pallas_kernels.kv_codecs import check_format
 
 # Tokens of a prefill call where none are asked for: of what the 27B's speed on a card is modelled with, and of what the
@@ -27,8 +28,8 @@ CHUNK_ON_CARD, CHUNK_ON_CPU = 1024, 512
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """model, the state's shape, tokens of a prefill chunk, ids that the tokenizer names, "cpu" or "cuda", and the weights'
-    recipe (None: in the dtype of the activations)."""
+    """model, the state's shape, tokens of a prefill chunk, ids that the tokenizer names, "cpu" or "cuda", the weights' recipe
+    (None: in the dtype of the activations), and whose kernels a CPU runs ("cpu": LLVM's, "xla": none)."""
 
     model: ModelConfig
     shape: StateShape
@@ -36,12 +37,15 @@ class Setup:
     valid_ids: int
     platform: str
     recipe: Recipe | None
+    kernels: str = "xla"
 
     def text_model(self) -> TextModel:
         return TextModel(self.model, self.shape.dtype, mtp=self.shape.draft > 0, recipe=self.recipe)
 
     def programs(self) -> Programs:
-        return Programs(self.text_model(), self.shape, self.chunk, self.valid_ids, self.platform)
+        return Programs(
+            self.text_model(), self.shape, self.chunk, self.valid_ids, self.platform, "cpu" if self.kernels == "cpu" else None
+        )
 
     def configuration(self, programs: Programs) -> dict[str, Any]:
         """All of this by the names that a user knows, as JSON: equal ones, of equal code, have interchangeable executables."""
@@ -60,6 +64,7 @@ class Setup:
             "prefill_chunk": self.chunk,
             "dtype": str(jnp.dtype(shape.dtype)),
             "rows_together": shape.rows_together,
+            **({"kernels": self.kernels} if self.kernels != "xla" else {}),
             "token_ids": self.valid_ids,
             "model": model,
             "weights": self._formats(set(programs.roles())),
@@ -84,7 +89,16 @@ def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: 
     kv = check_format(engine.kv or ("bf16" if on_card else "f32"), model.head_dim)
     if engine.draft and not model.mtp_layers:
         raise ValueError(f"draft is {engine.draft}, but by its config the model has no MTP head to draft with; use draft 0")
-    return Setup(model, state_shape(model, engine, kv, dtype, rows_together=on_card), chunk, valid_ids, platform, recipe)
+    if on_card and engine.kernels != "auto":
+        raise ValueError(f"kernels is {engine.kernels!r}, which is for a CPU; on a card it is 'auto'")
+    kernels = "cpu" if engine.kernels == "cpu" else "xla"
+    if kernels == "cpu":
+        try:
+            cpu.here()
+        except RuntimeError as error:
+            raise ValueError(f"kernels: {error}") from None
+    shape = state_shape(model, engine, kv, dtype, rows_together=on_card or kernels == "cpu")
+    return Setup(model, shape, chunk, valid_ids, platform, recipe, kernels)
 
 
 def model_of(name: str, tokenizer: str | None = "auto") -> tuple[ModelConfig, int]:

@@ -17,6 +17,7 @@ from pallas_kernels.norms import rms_norm
 __all__ = [
     "QuantisedWeight",
     "concatenate",
+    "cpu_norm",
     "dequantise",
     "head_candidates",
     "linear",
@@ -71,6 +72,9 @@ def linear(
 
     few = on_cpu if x.shape[0] <= DECODE_ROWS else None
     return launch.by_platform(x, w, norm, residual, xla=xla, cpu=few, impl=impl)
+
+
+cpu_norm = cpu.rms_norm
 
 
 def _matrix(x: jax.Array, w: jax.Array) -> jax.Array:

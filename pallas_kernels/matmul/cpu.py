@@ -72,6 +72,16 @@ def linear(
     return call(*operands)[0]
 
 
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """As `norms.rms_norm`, x `[rows, size]`: the bits of the norm before a product."""
+    rows, size = x.shape
+
+    def body(c: Any, x: Any, norm: Any, out: Any) -> None:
+        normalise(c, x, norm, out, rows, size, eps)
+
+    return cpu.kernel("rms_norm", body, [x, weight], [x])(x, weight)[0]
+
+
 def parts_for(nbytes: int, units: int) -> int:
     """Parts that a product over `nbytes` of weights in so many units of columns is cut into. No result depends on it."""
     return max(1, min(units, _PARTS, nbytes // _PART_BYTES))
