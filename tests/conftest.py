@@ -47,6 +47,7 @@ GROUPS = {
     ),
     "benchmarks": ("benchmarks/test_device_check.py",),
     "micro": (
+        "engine/test_cpu_kernels.py",
         "engine/test_huge_pages.py",
         "engine/test_interrupts.py",
         "engine/test_micro_engine.py",

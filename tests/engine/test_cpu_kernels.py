@@ -11,7 +11,7 @@ from ninfer_jax import EngineConfig, SamplingParams
 from ninfer_jax.config import ModelConfig
 from ninfer_jax.programs.setup import resolve
 
-pytestmark = [pytest.mark.engine, pytest.mark.bits, pytest.mark.xdist_group("micro")]
+pytestmark = [pytest.mark.engine, pytest.mark.bits]
 
 PROMPT = [5, 900, 33, 17, 256, 80, 2] * 10
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
