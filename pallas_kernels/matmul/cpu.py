@@ -73,7 +73,7 @@ def linear(
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """As `norms.rms_norm`, x `[rows, size]`: the bits of the norm before a product."""
+    """Normed rows, as `norms.rms_norm`, of x `[rows, size]`: with the bits of the norm before a product."""
     rows, size = x.shape
 
     def body(c: Any, x: Any, norm: Any, out: Any) -> None:
