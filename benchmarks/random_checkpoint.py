@@ -141,7 +141,8 @@ def _tokenizer() -> dict:
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        "vocab": {t: i for i, t in enumerate(tokens) if i != 256},
+        # The end token too: the library gives an added token that is not in here the next free id, whatever its own says.
+        "vocab": {t: i for i, t in enumerate(tokens)},
         "merges": [list(m) for m in pairs + triples],
     }
     return {
