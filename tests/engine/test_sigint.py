@@ -64,13 +64,16 @@ def assert_interrupted(process: subprocess.Popen[str], whole: str, before: str =
 
 @pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.full)])
 def test_an_interrupt_at_any_moment(start, whole, count: int):
-    in_time = 0
+    text, taken = whole
     for at in range(count):
-        process = start()
-        time.sleep(whole[1] * at / count)
-        process.send_signal(signal.SIGINT)
-        in_time += assert_interrupted(process, whole[0])
-    assert in_time > count / 2
+        while True:
+            process, began = start(), time.perf_counter()
+            time.sleep(taken * at / count)
+            process.send_signal(signal.SIGINT)
+            if assert_interrupted(process, text):
+                break
+            # It had ended by then: how long a run takes depends on what else the machine does.
+            taken = 0.9 * min(taken, time.perf_counter() - began)
 
 
 def test_an_interrupt_while_it_writes(start, whole):
