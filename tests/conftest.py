@@ -7,11 +7,12 @@ compilation cache has its programs: tests use the two standard engines wherever 
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -200,3 +201,24 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
         jax.clear_caches()
         gc.collect()
+
+
+_peaks: list[int] = []  # bytes that each test process has held at most
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    _peaks.append(getattr(node, "workeroutput", {}).get("peak", 0))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    output = getattr(session.config, "workeroutput", None)
+    if output is None:
+        _peaks.append(peak)
+    else:
+        output["peak"] = peak
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"a test process held at most {max(_peaks, default=0) / 1e9:.1f} GB")
