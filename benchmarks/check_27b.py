@@ -27,7 +27,7 @@ from ninfer_jax.config import EngineConfig, preset, recipe
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs import Programs
 from ninfer_jax.programs.card import Compilation, Source, compile_program
-from ninfer_jax.programs.verify import verify_rows_together
+from ninfer_jax.programs.verify import verify_rows
 from ninfer_jax.state import state_shape
 from pallas_kernels import deviceless, targets  # before the first JAX computation
 from pallas_kernels.lab import registry, rows
@@ -48,7 +48,7 @@ def verify_source(programs: Programs, kv: str) -> Source:
         model = programs.build(parameters)
         slots = state.slots
         rows = jnp.concatenate([slots.token[:, None], slots.drafts], axis=1)
-        hidden, state = verify_rows_together(model, state, rows, kv)
+        hidden, state = verify_rows(model, state, rows, kv)
         _, ids = model.candidates(hidden.reshape(-1, hidden.shape[-1]), 1, NAMED)
         return state, ids, hidden
 
@@ -127,7 +127,7 @@ def main() -> int:
     config = preset(MODEL)
     config = dataclasses.replace(config, layer_types=config.layer_types[: options.layers])
     engine = EngineConfig(context=CONTEXT, slots=options.slots, draft=options.draft, kv=KV, prefill_chunk=1024, pool=POOL)
-    shape = state_shape(config, engine, KV, jnp.bfloat16, rows_together=True)
+    shape = state_shape(config, engine, KV, jnp.bfloat16)
     model = TextModel(config, jnp.bfloat16, mtp=options.draft > 0, recipe=recipe(RECIPE))
     programs = Programs(model, shape, engine.prefill_chunk, NAMED, "cuda")
     failures, written = [], []

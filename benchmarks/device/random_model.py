@@ -156,10 +156,8 @@ def place(state: State, lengths: tuple[int, ...], token: int, seed: int) -> Stat
         token=jnp.full(slots.token.shape, token, jnp.int32),
         drafts=jnp.zeros(slots.drafts.shape, jnp.int32),
     )
-    pending = state.pending
-    if pending is not None:
-        nothing = jnp.zeros_like(pending.count)
-        pending = pending._replace(count=nothing, start=jnp.zeros_like(nothing))
+    nothing = jnp.zeros_like(state.pending.count)
+    pending = state.pending._replace(count=nothing, start=jnp.zeros_like(nothing))
     return state._replace(recurrent=recurrent, conv=conv, slots=slots, pending=pending)
 
 

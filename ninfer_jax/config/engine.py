@@ -29,8 +29,9 @@ class EngineConfig:
         softmax and logits are float32 always.
     tokenizer: "auto" is the checkpoint's own; None does without: prompts are token ids, answers have ids and no text, and every
         row of the output head may be drawn.
-    kernels: on a CPU "cpu" runs a round's rows together through kernels that LLVM compiles, as a card does, and "xla" one after
-        another through XLA's own operations, which is what "auto" takes there. On a card only "auto".
+    kernels: what a round runs through on a CPU. "cpu", which "auto" takes there: kernels that LLVM compiles, in which a row has the
+        same bits whatever runs beside it. "xla": XLA's own operations, whose last bits follow their shapes, so that tokens near a
+        tie may differ with drafts or beside other sequences. On a card only "auto".
     """
 
     context: int | None = None

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from ninfer_jax.decoding.params import MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from pallas_kernels.draw import draw_sorted, log_total
+from pallas_kernels.elementary import opaque_zero, rounded
 
 # Rows whose top_k is at most this sample from that many candidates; only the others pay for sorting the vocabulary.
 CANDIDATES = 64
@@ -92,13 +94,13 @@ def choose(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: in
     token = jax.lax.cond(
         jnp.any(sampling), lambda: jnp.where(sampling[:, None], _draw(adjusted, state, index), token), lambda: token
     )
-    log_total = jax.nn.logsumexp(logits, axis=-1)
-    logprob = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0] - log_total
+    total = log_total(logits)
+    logprob = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0] - total
     top = min(MAX_TOP_LOGPROBS, vocab)
 
     def best() -> tuple[jax.Array, jax.Array]:
         values, ids = jax.lax.top_k(logits, top)
-        return ids.astype(jnp.int32), values - log_total[..., None]
+        return ids.astype(jnp.int32), values - total[..., None]
 
     top_tokens, top_logprobs = jax.lax.cond(jnp.any(state.top_logprobs), best, lambda: _no_logprobs(slots, rows, top)[1:])
     return Choice(token, logprob, top_tokens, top_logprobs)
@@ -167,7 +169,9 @@ def most_likely(logits: jax.Array) -> jax.Array:
 
 
 def _adjust(logits: jax.Array, state: SamplingState, drafts: jax.Array) -> jax.Array:
-    """Repetition, presence and frequency penalties, then biases."""
+    """Repetition, presence and frequency penalties, then biases. Products are rounded before anything is taken from them,
+    so that no compiler makes one row's bits differ from another's."""
+    zero = opaque_zero(state.emitted)
 
     def adjusted() -> jax.Array:
         rows = []
@@ -177,9 +181,9 @@ def _adjust(logits: jax.Array, state: SamplingState, drafts: jax.Array) -> jax.A
                 counts = counts.at[jnp.arange(counts.shape[0]), drafts[:, row - 1]].add(1)
             x, generated = logits[:, row], counts > 0
             repetition = state.repetition[:, None]
-            repeated = jnp.where(x > 0, x / repetition, x * repetition)
+            repeated = jnp.where(x > 0, x / repetition, rounded(x * repetition, zero))
             x = jnp.where(generated | state.in_prompt, repeated, x)
-            x = x - generated * state.presence[:, None] - counts * state.frequency[:, None]
+            x = x - jnp.where(generated, state.presence[:, None], 0.0) - rounded(counts * state.frequency[:, None], zero)
             rows.append(x + state.bias)
         return jnp.stack(rows, axis=1)
 
@@ -204,17 +208,8 @@ def _draw(adjusted: jax.Array, state: SamplingState, index: jax.Array) -> jax.Ar
 
 
 def _draw_sorted(values: jax.Array, ids: jax.Array, state: SamplingState, uniform: jax.Array) -> jax.Array:
-    """Inverse transform over candidates sorted from the most likely: every truncation keeps a prefix of them."""
-    rank = jnp.arange(values.shape[-1])
-    top_k = jnp.where(state.top_k > 0, state.top_k, values.shape[-1])[:, None, None]
-    p = jax.nn.softmax(jnp.where(rank < top_k, values, -jnp.inf), axis=-1)
-    before = jnp.cumsum(p, axis=-1) - p
-    keep = (rank < top_k) & (before < state.top_p[:, None, None]) & (p >= state.min_p[:, None, None] * p[..., :1])
-    keep = keep | (rank == 0)
-    reach = jnp.cumsum(jnp.where(keep, p, 0.0), axis=-1)
-    # At most the last kept one, even where rounding leaves the sum just below the target.
-    chosen = jnp.sum(reach <= uniform[..., None] * reach[..., -1:], axis=-1)
-    chosen = jnp.minimum(chosen, jnp.sum(keep & (p > 0), axis=-1) - 1)
+    """The id that `draw_sorted` chooses of candidates sorted from the most likely."""
+    chosen = draw_sorted(values, state.top_k, state.top_p, state.min_p, uniform)
     return jnp.take_along_axis(ids, chosen[..., None], axis=-1)[..., 0].astype(jnp.int32)
 
 
@@ -230,4 +225,6 @@ def _uniforms(state: SamplingState, index: jax.Array) -> jax.Array:
 
 
 def _uniform(key: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), index))
+    """`jax.random.uniform`, spelled without its product and sum, which change nothing: 23 random bits behind a one, less one."""
+    bits = jax.random.bits(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), index), (), jnp.uint32)
+    return jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0

@@ -2,7 +2,7 @@
 
 A decode round gives out at most the 20 most likely tokens, because nobody who generates needs more. Here the same
 functions that a round is made of are compiled with the text's next token in place of the drawn one and
-with every logit as the result. On a CPU that is the round's own loop body, so the bits are those of decoding.
+with every logit as the result. A row's bits do not depend on the rows beside it, so they are those of decoding.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from ninfer_jax.engine import Engine
 from ninfer_jax.engine.slot_pool import Lease
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs import Programs
-from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
 from ninfer_jax.programs.pending import accept
-from ninfer_jax.programs.verify import verify_rows_together
+from ninfer_jax.programs.verify import verify_rows
 from ninfer_jax.state import State
 
 Progress = Callable[[int, int], None]
@@ -85,7 +84,7 @@ def _compile_step(programs: Programs) -> Callable[..., tuple[State, jax.Array]]:
         return forced_step(build(parameters), state, slot, token, kv)
 
     integer = jax.ShapeDtypeStruct((), jnp.int32)
-    return programs.compile_as("decode_round", step, (parameters, state, integer, integer), donated=(1,))
+    return programs.compile_as(step, (parameters, state, integer, integer), donated=(1,))
 
 
 def forced_step(model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: str) -> tuple[State, jax.Array]:
@@ -96,14 +95,9 @@ def forced_step(model: TextModel, state: State, slot: jax.Array, token: jax.Arra
     rows = jnp.where(mine, token, 0)[:, None]
     here = state._replace(slots=slots._replace(active=mine))
     emitted = mine.astype(jnp.int32)
-    if state.pending is not None:
-        hidden, here = verify_rows_together(model, here, rows, kv)
-        logits = model.logits(hidden[:, 0])
-        after = accept(here, mine, emitted)
-    else:
-        done, pools, recurrent = verify_rows_one_by_one(model, here, rows, kv)
-        logits = done.logits[:, 0]
-        after = fold_rows_one_by_one(here._replace(kv=pools, recurrent=recurrent), done, emitted)
+    hidden, here = verify_rows(model, here, rows, kv)
+    logits = model.logits(hidden[:, 0])
+    after = accept(here, mine, emitted)
     return after._replace(slots=slots._replace(length=slots.length + emitted)), logits[slot]
 
 

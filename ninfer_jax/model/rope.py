@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ninfer_jax.config import ModelConfig
+from pallas_kernels.rotary import cos_sin
 
 
 def axis_of_frequency(config: ModelConfig) -> np.ndarray:
@@ -28,5 +29,4 @@ def rotary(positions: jax.Array, config: ModelConfig, dtype: jnp.dtype) -> tuple
     half = config.rotary_dim // 2
     inverse = (1.0 / config.rope_theta ** (np.arange(half, dtype=np.float64) * 2 / config.rotary_dim)).astype(np.float32)
     chosen = positions.astype(jnp.float32)[axis_of_frequency(config)].T
-    angles = chosen * inverse
-    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+    return cos_sin(chosen * inverse, dtype)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from ninfer_jax.decoding import Choice, SamplingState, choose, choose_among, choose_what_is_asked, judge
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs.draft import propose
-from ninfer_jax.programs.one_by_one import fold_rows_one_by_one, verify_rows_one_by_one
 from ninfer_jax.programs.pending import accept
-from ninfer_jax.programs.verify import verify_rows_together
+from ninfer_jax.programs.verify import verify_rows
 from ninfer_jax.state import State
 
 
@@ -33,24 +32,13 @@ class RoundOutput(NamedTuple):
 
 
 def decode_round(model: TextModel, state: State, kv: str, valid_ids: int) -> tuple[State, RoundOutput]:
-    """Rows [token, drafts] of every slot through the model, then everything that follows from their logits: all rows in one
-    pass where the state is made for it, as a GPU's tiles want it; otherwise one after another (see one_by_one.py)."""
+    """Rows [token, drafts] of every slot through the model in one pass, then everything that follows from their logits."""
     slots = state.slots
     rows = jnp.concatenate([slots.token[:, None], slots.drafts], axis=1)
-    rows_together = state.pending is not None
-    if rows_together:
-        hidden, state = verify_rows_together(model, state, rows, kv)
-        choice = choose_rows(model, hidden, state.sampling, slots.drafts, valid_ids)
-    else:
-        done, pools, recurrent = verify_rows_one_by_one(model, state, rows, kv)
-        hidden = done.hidden[:, : rows.shape[1]]
-        state = state._replace(kv=pools, recurrent=recurrent)
-        choice = choose_what_is_asked(done.logits, state.sampling, slots.drafts, valid_ids)
+    hidden, state = verify_rows(model, state, rows, kv)
+    choice = choose_rows(model, hidden, state.sampling, slots.drafts, valid_ids)
     verdict = judge(choice.token, slots.drafts, state.sampling.stop_ids, slots.left, slots.active)
-    if rows_together:
-        state = accept(state, slots.active, verdict.emitted)
-    else:
-        state = fold_rows_one_by_one(state, done, verdict.emitted)
+    state = accept(state, slots.active, verdict.emitted)
     before = slots.length
     state = _emit(state, choice, verdict.emitted, verdict.finished)
     if model.has_mtp:

@@ -1,6 +1,6 @@
 """Accepted rows that wait: a round reads and writes each recurrent state once, so what it accepts enters with the next one.
 
-Only where a round's rows go together (`verify`). To look at states from outside, or to append to a slot by other means than
+To look at states from outside, or to append to a slot by other means than
 a round, settle them first: `prefill` does so for its slot, `Programs.settle` for all.
 """
 
@@ -17,7 +17,7 @@ from pallas_kernels.elementary import opaque_zero
 def accept(state: State, active: jax.Array, emitted: jax.Array) -> State:
     """After a pass: of its rows the first `emitted[slot]` stay. active bool and emitted int32 `[S]`, those of the pass."""
     pending = state.pending
-    if pending is None or not pending.records:
+    if not pending.records:
         return state
     after = (pending.start + pending.count) % pending.records[0].shape[1]
     start, count = jnp.where(active, after, pending.start), jnp.where(active, emitted, pending.count)
@@ -28,8 +28,6 @@ def settle(state: State, width: int, slot: jax.Array | None = None) -> State:
     """`state` with nothing waiting in `slot` (int32 scalar; None: in any): recurrent states are up to date, and the first
     `width` - 1 rows of conv are the window of the convolution, of `width` taps. Costs the other slots nothing."""
     pending = state.pending
-    if pending is None:
-        return state
     mine = True if slot is None else jnp.arange(len(pending.count)) == slot
     count = jnp.where(mine, pending.count, -1)
     zero = opaque_zero(state.slots.length)

@@ -18,6 +18,7 @@ from ninfer_jax.programs.pending import settle
 from ninfer_jax.programs.prefill import PrefillInputs, prefill_chunk
 from ninfer_jax.programs.slots import Admission, admission, admit, release
 from ninfer_jax.state import State, StateShape, allocate_state, state_struct
+from pallas_kernels import cpu
 from pallas_kernels.launch import COMPILER_OPTIONS, lowering_for
 
 Compiled = Any  # `jax.stages.Compiled`, or what stands in for one
@@ -47,8 +48,6 @@ class Programs:
         platform: str,
         kernels: str | None = None,
     ):
-        if platform != "cpu" and not shape.rows_together:
-            raise ValueError(f"rows_together is false in the state's shape: rows one by one are for a CPU, not for {platform}")
         graph, described = nnx.split(model)
         leaves, structure = jax.tree.flatten(described)
         self.shape, self.chunk, self.config = shape, prefill_chunk_tokens, model.config
@@ -115,10 +114,10 @@ class Programs:
         return self._get(name)
 
     def compile_as(
-        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]
     ) -> jax.stages.Compiled:
-        """A function of the caller's own, compiled as the named program is. arguments, donated: as `source` has them."""
-        return self._lower(function, arguments, donated).compile(compiler_options(name, self.platform))
+        """A function of the caller's own, compiled as the programs are. arguments, donated: as `source` has them."""
+        return self._lower(function, arguments, donated).compile(compiler_options(self.platform))
 
     def admit(self, state: State, new: Admission) -> State:
         return self._get("admit")(state, new)
@@ -127,8 +126,8 @@ class Programs:
         return self._get("release")(state, slot)
 
     def settle(self, state: State) -> State:
-        """`state` with all that was accepted in its recurrent states; itself where nothing ever waits."""
-        return state if state.pending is None else self._get("settle")(state)
+        """`state` with all that was accepted in its recurrent states."""
+        return self._get("settle")(state)
 
     def prefill(self, parameters: Sequence[jax.Array], state: State, inputs: PrefillInputs) -> tuple[State, jax.Array]:
         return self._get("prefill")(parameters, state, inputs)
@@ -144,12 +143,15 @@ class Programs:
         return self._get("head")(parameters, hidden)
 
     def _lower(self, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]) -> jax.stages.Lowered:
-        with lowering_for(self.platform, self.kernels):
-            return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments)
+        try:
+            with lowering_for(self.platform, self.kernels):
+                return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments)
+        except cpu.KernelError as error:
+            raise ValueError(f"kernels: {error}") from None
 
     def _get(self, name: str) -> Compiled:
         if name not in self._compiled:
-            self._compiled[name] = self.lowered(name).compile(compiler_options(name, self.platform))
+            self._compiled[name] = self.lowered(name).compile(compiler_options(self.platform))
         return self._compiled[name]
 
     def _arguments(self, name: str) -> tuple[Any, ...]:
@@ -176,16 +178,9 @@ class Programs:
         return self._parameters, struct((self.chunk, self.config.hidden_size), self.shape.dtype)
 
 
-def compiler_options(name: str, platform: str) -> dict[str, Any] | None:
-    """XLA's options for the named program; for "cuda" those of every program that is compiled for a card elsewhere."""
-    if platform != "cpu":
-        return dict(COMPILER_OPTIONS)
-    if name not in ("begin", "decode_round"):
-        return None
-    # YNNPACK picks its loops by the shapes around an operation, which would let a verified row and its replay round
-    # differently. A memory-bound step loses nothing without it; prefill keeps it, its matrix products are three times
-    # faster so (measured, 2 cores, AVX-512).
-    return {"xla_cpu_experimental_ynn_fusion_type": ""}
+def compiler_options(platform: str) -> dict[str, Any] | None:
+    """XLA's options for programs on "cpu" or "cuda", compiled there or elsewhere."""
+    return dict(COMPILER_OPTIONS) if platform != "cpu" else None
 
 
 def _functions(

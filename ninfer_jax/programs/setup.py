@@ -29,7 +29,7 @@ CHUNK_ON_CARD, CHUNK_ON_CPU = 1024, 512
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """model, the state's shape, tokens of a prefill chunk, ids that the tokenizer names, "cpu" or "cuda", the weights' recipe
-    (None: in the dtype of the activations), and whose kernels a CPU runs ("cpu": LLVM's, "xla": none)."""
+    (None: in the dtype of the activations), and whose kernels a CPU runs ("cpu": LLVM's, "xla": none; a card has its own)."""
 
     model: ModelConfig
     shape: StateShape
@@ -63,7 +63,6 @@ class Setup:
             "pool": shape.pool_tokens,
             "prefill_chunk": self.chunk,
             "dtype": str(jnp.dtype(shape.dtype)),
-            "rows_together": shape.rows_together,
             **({"kernels": self.kernels} if self.kernels != "xla" else {}),
             "token_ids": self.valid_ids,
             "model": model,
@@ -91,13 +90,13 @@ def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: 
         raise ValueError(f"draft is {engine.draft}, but by its config the model has no MTP head to draft with; use draft 0")
     if on_card and engine.kernels != "auto":
         raise ValueError(f"kernels is {engine.kernels!r}, which is for a CPU; on a card it is 'auto'")
-    kernels = "cpu" if engine.kernels == "cpu" else "xla"
+    kernels = "xla" if on_card or engine.kernels == "xla" else "cpu"
     if kernels == "cpu":
         try:
-            cpu.here()
-        except RuntimeError as error:
+            cpu.check()
+        except cpu.KernelError as error:
             raise ValueError(f"kernels: {error}") from None
-    shape = state_shape(model, engine, kv, dtype, rows_together=on_card or kernels == "cpu")
+    shape = state_shape(model, engine, kv, dtype)
     return Setup(model, shape, chunk, valid_ids, platform, recipe, kernels)
 
 

@@ -72,9 +72,7 @@ def admit(state: State, new: Admission) -> State:
 
     slots, sampling = state.slots, state.sampling
     bias = jnp.zeros(sampling.bias.shape[1], jnp.float32).at[new.bias_ids].add(new.bias_values)
-    pending = state.pending
-    if pending is not None:
-        pending = pending._replace(count=put(pending.count, 0), start=put(pending.start, 0))
+    pending = state.pending._replace(count=put(state.pending.count, 0), start=put(state.pending.start, 0))
     return state._replace(
         recurrent=tuple(put(x, 0) for x in state.recurrent),
         conv=tuple(put(x, 0) for x in state.conv),

@@ -1,8 +1,8 @@
-"""The verify pass as a GPU wants it: rows [token, drafts] of all slots through the text tower together.
+"""The verify pass: rows [token, drafts] of all slots through the text tower together.
 
 Each GDN layer first lets the rows enter its state that the round before accepted, and leaves records of its own rows (k, v,
 decay, beta, raw convolution input) for the round after: a state is read once and written once a round. `pending` says which
-rows wait; `one_by_one` is the form for a CPU, where none do.
+rows wait.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from pallas_kernels.kv_pages import KVPages
 Core = Callable[[int, GatedDeltaNet, jax.Array, jax.Array], jax.Array]
 
 
-def verify_rows_together(model: TextModel, state: State, rows: jax.Array, kv: str) -> tuple[jax.Array, State]:
+def verify_rows(model: TextModel, state: State, rows: jax.Array, kv: str) -> tuple[jax.Array, State]:
     """rows int32 `[S, R]`, all in one pass: every weight is read once for the whole round. Returns final-normed hidden
     `[S, R, hidden]` and the state with the rows' keys, values and records; `pending.accept` says how many are to stay."""
     slots, pending = state.slots, state.pending
-    assert pending is not None  # rows that go together wait together
     # A slot that takes no part keeps what waits in it.
     count = jnp.where(slots.active, pending.count, -1)
     zero, begin = opaque_zero(slots.length), pending.start

@@ -54,11 +54,9 @@ class Pending(NamedTuple):
 
 class State(NamedTuple):
     """kv: page pools, one an attention layer. mtp_kv: the MTP layer's, or None. recurrent float32 `[S, value_heads,
-    key_dim, value_dim]` and conv `[S, width - 1, channels]` (raw inputs, oldest first), one each a GDN layer.
-
-    pending: None where a round's rows go one by one; all that was accepted is then in the states. Where they go together
-    conv is a ring `[S, ring, channels]`, and the states lack the rows that `pending` counts. With none of them and start 0
-    its first width - 1 rows are what they are otherwise.
+    key_dim, value_dim]` and conv `[S, ring, channels]` (raw convolution inputs), one each a GDN layer; the states lack the
+    rows that `pending` counts. Where none wait and start is 0, the first width - 1 rows of conv are the window of the
+    convolution, oldest first.
     """
 
     kv: tuple[KVPages, ...]
@@ -67,7 +65,7 @@ class State(NamedTuple):
     conv: tuple[jax.Array, ...]
     slots: Slots
     sampling: SamplingState
-    pending: Pending | None
+    pending: Pending
 
 
 class StateShape(NamedTuple):
@@ -79,7 +77,6 @@ class StateShape(NamedTuple):
     pages: int  # in each pool, the ownerless page 0 included
     kv: str
     dtype: jnp.dtype
-    rows_together: bool  # a round's rows go through the layers in one pass, and what it accepts waits for the next
 
     @property
     def pages_per_slot(self) -> int:
@@ -91,7 +88,7 @@ class StateShape(NamedTuple):
         return (self.pages - 1) * PAGE
 
 
-def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dtype, rows_together: bool = False) -> StateShape:
+def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dtype) -> StateShape:
     """Resolve capacities; ValueError when the context exceeds what the model was made for."""
     limit = min(model.max_positions, MAX_CONTEXT)
     context = limit if engine.context is None else engine.context
@@ -99,7 +96,7 @@ def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dt
         raise ValueError(f"context is {context}, the model's max_position_embeddings is {model.max_positions}")
     per_slot = -(-context // PAGE)
     pooled = engine.slots * per_slot if engine.pool is None else -(-engine.pool // PAGE)
-    return StateShape(engine.slots, engine.draft, context, pooled + 1, kv, dtype, rows_together)
+    return StateShape(engine.slots, engine.draft, context, pooled + 1, kv, dtype)
 
 
 def state_struct(model: ModelConfig, shape: StateShape) -> State:
@@ -121,19 +118,16 @@ def state_struct(model: ModelConfig, shape: StateShape) -> State:
         rope_delta=array((s,), jnp.int32),
     )
     heads = model.gdn_key_heads, model.gdn_value_heads, model.gdn_key_dim, model.gdn_value_dim
-    matrix, window, pending = (s, *heads[1:]), model.conv_width - 1, None
-    if shape.rows_together:
-        window = ring_rows(shape.draft + 1, model.conv_width)
-        record, number = array((s, window, Layout(*heads).columns), jnp.float32), array((s,), jnp.int32)
-        pending = Pending(number, number, tuple(record for _ in model.gdn_layers))
+    matrix, ring = (s, *heads[1:]), ring_rows(shape.draft + 1, model.conv_width)
+    record, number = array((s, ring, Layout(*heads).columns), jnp.float32), array((s,), jnp.int32)
     return State(
         kv=tuple(pool() for _ in model.attention_layers),
         mtp_kv=pool() if shape.draft else None,
         recurrent=tuple(array(matrix, jnp.float32) for _ in model.gdn_layers),
-        conv=tuple(array((s, window, model.conv_channels), dtype) for _ in model.gdn_layers),
+        conv=tuple(array((s, ring, model.conv_channels), dtype) for _ in model.gdn_layers),
         slots=slots,
         sampling=sampling_struct(s, model.vocab_size),
-        pending=pending,
+        pending=Pending(number, number, tuple(record for _ in model.gdn_layers)),
     )
 
 

@@ -43,9 +43,9 @@ import jax
 import numpy as np
 
 from pallas_kernels.cpu import machine
-from pallas_kernels.cpu.machine import here
+from pallas_kernels.cpu.machine import KernelError, here
 
-__all__ = ["Kernel", "assembly", "here", "kernel", "registered"]
+__all__ = ["Kernel", "KernelError", "assembly", "check", "here", "kernel", "registered"]
 
 _targets: list[str] = []
 _lock = threading.Lock()
@@ -85,7 +85,7 @@ def kernel(
     """The kernel that `build(code, *views)` writes, for arrays shaped like `arguments`, `results` and `workspace`
     (anything with shape and dtype). Compiled once for the same code; kept on disk.
 
-    RuntimeError, one line that says what to choose instead: a CPU without AVX2 and FMA, no LLVM, another FFI.
+    KernelError, one line that says what to choose instead: a CPU without AVX2 and FMA, no LLVM, another FFI.
     """
     arguments, results, workspace = (
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in group] for group in (arguments, results, workspace)
@@ -100,6 +100,14 @@ def kernel(
             _targets.append(target)
     # The same code may serve other shapes: a leading axis that nothing depends on is not in it.
     return Kernel(target, arguments, [*results, *workspace], len(results), aliases or {})
+
+
+def check() -> None:
+    """KernelError where `kernel` could make none: what the CPU lacks, LLVM or XLA."""
+    machine.check()
+    from pallas_kernels.cpu import xla_ffi
+
+    xla_ffi.layout()
 
 
 def registered() -> tuple[str, ...]:

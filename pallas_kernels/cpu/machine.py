@@ -20,12 +20,19 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 _NEEDED = ("avx2", "fma", "f16c", "bmi2")
-_INSTEAD = "choose kernels: xla"
+INSTEAD = "choose kernels='xla'"
 _lock = threading.Lock()
 _alive: list[object] = []  # engines own the code they made
 # Code and constants of a kernel lie where the process has room, and in one that has mapped gigabytes that may be further apart
 # than the 2 GiB that the smaller models reach: LLVM's loader then ends the process.
 _CODE_MODEL = "large"
+
+
+class KernelError(RuntimeError):
+    """One line: why kernels cannot be compiled or called here, and what to choose instead."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,22 +53,22 @@ class Machine:
 
 @functools.cache
 def here() -> Machine:
-    """This machine. RuntimeError, in one line with what to choose instead, where kernels cannot be compiled or run."""
+    """This machine. KernelError where kernels cannot be compiled or run on it."""
     binding = _binding()
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        raise RuntimeError(f"CPU kernels are for x86-64 with AVX2 and FMA, this is {platform.machine()}: {_INSTEAD}")
+        raise KernelError(f"CPU kernels are for x86-64 with AVX2 and FMA, this is {platform.machine()}: {INSTEAD}")
     try:
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
         features, cpu = dict(binding.get_host_cpu_features()), binding.get_host_cpu_name()
         triple, version = binding.get_process_triple(), ".".join(map(str, binding.llvm_version_info))
     except Exception as e:
-        raise RuntimeError(f"LLVM does not start ({e}): {_INSTEAD}") from e
+        raise KernelError(f"LLVM does not start ({e}): {INSTEAD}") from e
     if m := re.search(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", "")):
         features, cpu = _limited(features, cpu, m.group(1).upper())
     missing = [f for f in _NEEDED if not features.get(f)]
     if missing:
-        raise RuntimeError(f"CPU kernels need {', '.join(_NEEDED)}; this CPU is without {', '.join(missing)}: {_INSTEAD}")
+        raise KernelError(f"CPU kernels need {', '.join(_NEEDED)}; this CPU is without {', '.join(missing)}: {INSTEAD}")
     wanted = sorted(f"+{name}" for name, there in features.items() if there)
     return Machine(triple, cpu, ",".join(wanted), version)
 
@@ -132,7 +139,7 @@ def _optimised(source: str, machine: Machine):
         passes = binding.create_pass_builder(target, options)
         passes.getModulePassManager().run(module, passes)
     except RuntimeError as e:
-        raise RuntimeError(f"LLVM {machine.llvm} refuses a CPU kernel ({e}): {_INSTEAD}") from e
+        raise KernelError(f"LLVM {machine.llvm} refuses a CPU kernel ({e}): {INSTEAD}") from e
     return module, target
 
 
@@ -147,8 +154,22 @@ def _binding():
     try:
         import llvmlite.binding as binding
     except ImportError as e:
-        raise RuntimeError(f"CPU kernels need llvmlite ({e}); pip install llvmlite, or {_INSTEAD}") from e
+        raise KernelError(f"CPU kernels need llvmlite ({e}); pip install llvmlite, or {INSTEAD}") from e
     return binding
+
+
+@functools.cache
+def check() -> None:
+    """KernelError where LLVM does not get as far as a function that returns."""
+    try:
+        address = function("check", "define i64 @check() { ret i64 9 }")
+        right = ctypes.CFUNCTYPE(ctypes.c_int64)(address)() == 9
+    except KernelError:
+        raise
+    except Exception as e:
+        raise KernelError(f"LLVM does not compile ({e}): {INSTEAD}") from e
+    if not right:
+        raise KernelError(f"LLVM compiles for another machine than this one: {INSTEAD}")
 
 
 @functools.cache

@@ -21,6 +21,8 @@ from typing import Any
 import jax
 import llvmlite.ir as ir
 
+from pallas_kernels.cpu.machine import INSTEAD, KernelError
+
 KNOWN = ((0, 3), (0, 4))
 _METADATA, _FAILED_PRECONDITION = 1, 9  # XLA_FFI_Extension_Metadata, XLA_FFI_Error_Code_FAILED_PRECONDITION
 _FUNCTIONS = (
@@ -51,15 +53,15 @@ class Layout:
 
     def at(self, field: str) -> int:
         if field not in self.offsets:
-            raise RuntimeError(
-                f"XLA FFI {self.version[0]}.{self.version[1]} has no field {field}: CPU kernels cannot be called; choose xla"
+            raise KernelError(
+                f"XLA FFI {self.version[0]}.{self.version[1]} has no field {field}: CPU kernels cannot be called; {INSTEAD}"
             )
         return self.offsets[field]
 
 
 @functools.cache
 def layout() -> Layout:
-    """The structures of the installed jaxlib. RuntimeError for an API version that this file does not know."""
+    """The structures of the installed jaxlib. KernelError for an API version that this file does not know."""
     return read_layout((Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text())
 
 
@@ -71,7 +73,7 @@ def read_layout(header: str) -> Layout:
     version = next((known for known in KNOWN if known == told), None)
     if version is None:
         known = ", ".join(f"{a}.{b}" for a, b in KNOWN)
-        raise RuntimeError(f"XLA FFI {'.'.join(map(str, told))}: CPU kernels know {known}; choose xla or install a supported jax")
+        raise KernelError(f"XLA FFI {'.'.join(map(str, told))}: CPU kernels know {known}; {INSTEAD} or install a supported jax")
     enums = {name: 4 for name in re.findall(r"\}\s*(XLA_FFI_\w+);", text) if re.search(rf"enum \{{[^}}]*\}}\s*{name};", text)}
     offsets, sizes, aligns = {}, dict(_SIZES | enums), {}
     for name, body in re.findall(r"struct (XLA_FFI_\w+) \{([^}]*)\}", text):
@@ -84,7 +86,7 @@ def read_layout(header: str) -> Layout:
             else:
                 named = re.fullmatch(r"(?:const )?(?:struct )?([\w*\s]+?[\s*])(\w+)", field, flags=re.S)
                 if named is None:
-                    raise RuntimeError(f"XLA's FFI header of this jaxlib has a field that is not understood: {field!r}")
+                    raise KernelError(f"XLA's FFI header of this jaxlib has a field that is not understood ({field!r}): {INSTEAD}")
                 kind, field_name = named.groups()
                 size = 8 if "*" in kind else sizes.get(kind.strip(), 0)
             align = aligns.get(kind.strip(), min(size, 8)) or 8
@@ -274,7 +276,7 @@ class _Handler:
         b.position_at_end(after)
 
     def _error(self, b, api, scratch) -> ir.Value:
-        text = b"XLA's FFI call frame is smaller than jaxlib's header says: choose xla\0"
+        text = b"XLA's FFI call frame is smaller than jaxlib's header says: choose kernels='xla'\0"
         message: Any = ir.GlobalVariable(self.module, ir.ArrayType(I8, len(text)), self.name + ".error")
         message.global_constant, message.linkage = True, "internal"
         message.initializer = ir.Constant(message.value_type, bytearray(text))
