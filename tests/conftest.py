@@ -64,7 +64,6 @@ ENGINES = {
     "plain_engine": "standard",
     "draft_engine": "standard",
     "coarse_engine": "standard",
-    "together": "standard",
     "micro_engine": "micro",
     "micro_drafting": "micro",
 }

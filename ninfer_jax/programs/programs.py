@@ -113,9 +113,7 @@ class Programs:
         """The named program, compiled."""
         return self._get(name)
 
-    def compile_as(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]
-    ) -> jax.stages.Compiled:
+    def compile_as(self, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]) -> jax.stages.Compiled:
         """A function of the caller's own, compiled as the programs are. arguments, donated: as `source` has them."""
         return self._lower(function, arguments, donated).compile(compiler_options(self.platform))
 

@@ -14,13 +14,7 @@ __all__ = ["draw_sorted", "log_total"]
 
 
 def draw_sorted(
-    values: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
-    uniform: jax.Array,
-    *,
-    impl: str = "auto",
+    values: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, uniform: jax.Array, *, impl: str = "auto"
 ) -> jax.Array:
     """The rank that each row draws, int32 `[slots, rows]`.
 

@@ -1,30 +1,14 @@
-"""Small checkpoints of random weights to damage, and the standard engine in the form that a GPU runs."""
+"""Small checkpoints of random weights to damage."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
-
-from ninfer_jax import Engine
-from ninfer_jax.model import TextModel
-from ninfer_jax.programs import Programs
-
-
-@pytest.fixture(scope="session")
-def together(draft_engine: Engine) -> Engine:
-    """The engine with drafts, but all rows of a round go through the model in one pass."""
-    engine = copy.copy(draft_engine)
-    model = TextModel(engine.model_config, jnp.dtype("float32"), mtp=True)
-    shape = engine.programs.shape._replace(rows_together=True)
-    engine._programs = Programs(model, shape, engine.programs.chunk, engine.tokenizer.vocab_size, "cpu")
-    return engine
 
 
 @pytest.fixture

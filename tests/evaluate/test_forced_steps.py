@@ -1,4 +1,4 @@
-"""Teacher-forced steps are decode steps: the same loop body, beside other sequences, and nothing left behind."""
+"""Teacher-forced steps are decode steps: the same bits, beside other sequences, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The delta rule and its inputs against float64 NumPy, and the exactness that taking drafts back rests on."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,17 +19,15 @@ from pallas_kernels.elementary import opaque_zero
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 32, 24
 
-# Decode rounds are compiled so on a CPU: YNNPACK's loops, and so its sums, follow the shapes around an operation.
-AS_DECODE = {"xla_cpu_experimental_ynn_fusion_type": ""}
 run_chunked = jax.jit(chunked_delta_rule)
 
 
-@partial(jax.jit, compiler_options=AS_DECODE)
+@jax.jit
 def decode_rows(state, q, transitions, lengths):
     return decode_delta_rule(state, q, transitions, opaque_zero(lengths))
 
 
-@partial(jax.jit, compiler_options=AS_DECODE)
+@jax.jit
 def run_fold(state, transitions, accepted):
     return fold_transitions(state, transitions, accepted, opaque_zero(accepted))
 

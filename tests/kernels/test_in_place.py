@@ -73,13 +73,13 @@ def tiny_model() -> ModelConfig:
     )
 
 
-@pytest.mark.parametrize("rows_together", [False, True])
-def test_programs_copy_no_pool(rows_together: bool) -> None:
+@pytest.mark.parametrize("kernels", ["cpu", None])
+def test_programs_copy_no_pool(kernels: str | None) -> None:
     """In the format that is the hardest for a CPU; the other formats' reads and writes are compiled one by one below."""
     model = tiny_model()
-    shape = state_shape(model, EngineConfig(context=256, draft=1, pool=(PAGES - 1) * PAGE), "bf16", jnp.float32, rows_together)
+    shape = state_shape(model, EngineConfig(context=256, draft=1, pool=(PAGES - 1) * PAGE), "bf16", jnp.float32)
     assert shape.pages == PAGES
-    programs = Programs(TextModel(model, jnp.float32, mtp=True), shape, 64, 96, "cpu")
+    programs = Programs(TextModel(model, jnp.float32, mtp=True), shape, 64, 96, "cpu", kernels)
     for name in ["prefill", "begin", "decode_round"]:
         check(programs.compiled(name), state_struct(model, shape))
 

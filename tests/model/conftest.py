@@ -9,13 +9,13 @@ import torch
 from harness import Harness
 from torch_reference import CASES, VOCAB, Reference
 
-# How each geometry is run. Drafting, several slots and the GPU's way to verify must change nothing that these tests look at.
+# How each geometry is run. Drafting, several slots and XLA's own operations must change nothing that these tests look at.
 ENGINES = {
     "ratio3-8layers": dict(draft=3),
     "ratio1-4layers-tied": dict(draft=0, slots=2),
     "ratio2-4layers": dict(draft=0),
     "ratio2-8layers-tied": dict(draft=3, slots=2),
-    "ratio3-4layers": dict(draft=3, rows_together=True),
+    "ratio3-4layers": dict(draft=3, kernels=None),
 }
 
 # These are compiled as for users, the others quickly: what they show is the mathematics of a geometry.

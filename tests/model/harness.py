@@ -22,7 +22,7 @@ CONTEXT = 320
 
 
 class Harness:
-    """A checkpoint loaded and its programs, compiled when first used. rows_together: verify as a GPU does, all rows in one pass."""
+    """A checkpoint loaded and its programs, compiled when first used. kernels: what a CPU's rounds run through, None for XLA's own operations."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Harness:
         kv: str = "f32",
         dtype: jnp.dtype = jnp.float32,
         slots: int = 1,
-        rows_together: bool = False,
+        kernels: str | None = "cpu",
     ):
         self.config = ModelConfig.from_hf(directory)
         model = TextModel(self.config, dtype, mtp=draft > 0)
@@ -41,8 +41,8 @@ class Harness:
         arrays = load_parameters(Checkpoint.open(directory), parameter_specs(model), ignore_prefixes=unused, device_put=jnp.asarray)
         self.parameters = fill(described, arrays)
         engine = EngineConfig(context=CONTEXT, slots=slots, draft=draft, kv=kv, prefill_chunk=CHUNK)
-        self.shape = state_shape(self.config, engine, kv, dtype, rows_together)
-        self.programs = Programs(model, self.shape, CHUNK, self.config.vocab_size, "cpu")
+        self.shape = state_shape(self.config, engine, kv, dtype)
+        self.programs = Programs(model, self.shape, CHUNK, self.config.vocab_size, "cpu", kernels)
 
     @property
     def model(self) -> TextModel:

@@ -74,7 +74,7 @@ def models():
         filled = (
             fill_arrays(described, arrays) if how == "arrays" else fill(described, {n: jnp.asarray(t) for n, t in tensors.items()})
         )
-        shape = state_shape(CONFIG, engine, "bf16", model.dtype, rows_together=True)
+        shape = state_shape(CONFIG, engine, "bf16", model.dtype)
         done.append((Programs(model, shape, CHUNK, 290, "cpu"), jax.tree.leaves(filled), shape))
     return done
 

@@ -31,10 +31,3 @@ def test_drafted_greedy_tokens_are_those_of_a_pass_over_the_whole_sequence(draft
     hidden = forward_sequences(model, jnp.array([tokens + [0] * (LENGTH - len(tokens))], jnp.int32))[0]
     logits = np.array(model.logits(hidden))[:, : draft_engine.tokenizer.vocab_size]
     assert logits[len(prompt) - 1 : len(tokens) - 1].argmax(axis=1).tolist() == tokens[len(prompt) :]
-
-
-def test_the_compiler_option_of_a_round_does_what_it_is_for(draft_engine):
-    """Prefill shows that this jaxlib has such fusions at all, the round that the option keeps them out."""
-    fusion = "__ynn_fusion"
-    assert fusion in draft_engine.programs.compiled("prefill").as_text()
-    assert fusion not in draft_engine.programs.compiled("decode_round").as_text()

@@ -86,14 +86,11 @@ def test_bytes_of_the_27b(format: str) -> None:
     for leaf in jax.tree.leaves(state.kv):
         assert leaf.shape[:3] == (301, 4, PAGE)
     assert len(state.recurrent) == len(state.conv) == 48
-    # 48 heads of 128 x 128 float32; three inputs of 2 x 16 x 128 + 48 x 128 channels in bfloat16.
+    # 48 heads of 128 x 128 float32.
     assert nbytes(state.recurrent) == 48 * 2 * 48 * 128 * 128 * 4
-    assert nbytes(state.conv) == 48 * 2 * 3 * 10_240 * 2
-    assert state.pending is None
-    together = state_struct(model, shape._replace(rows_together=True))
-    # Rings of two rounds of four rows.
-    assert {x.shape for x in together.conv} == {(2, 8, 10_240)}
-    assert nbytes(together.pending.records) == 48 * 2 * 8 * (16 * 128 + 48 * 128 + 2 * 48) * 4
+    # Rings of two rounds of four rows, of 2 x 16 x 128 + 48 x 128 channels in bfloat16.
+    assert {(x.shape, x.dtype.itemsize) for x in state.conv} == {((2, 8, 10_240), 2)}
+    assert nbytes(state.pending.records) == 48 * 2 * 8 * (16 * 128 + 48 * 128 + 2 * 48) * 4
     assert state.slots.table.shape == (2, 4096) and state.slots.drafts.shape == (2, 3) and state.slots.hidden.shape == (2, 5120)
     assert state.sampling.bias.shape == (2, 248_320)
 
