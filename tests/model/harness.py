@@ -22,7 +22,7 @@ CONTEXT = 320
 
 
 class Harness:
-    """A checkpoint loaded and its programs, compiled when first used. kernels: what a CPU's rounds run through, None for XLA's own operations."""
+    """A checkpoint loaded and its programs, compiled when first used. kernels: of the rounds, None for XLA's own."""
 
     def __init__(
         self,
