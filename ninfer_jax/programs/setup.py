@@ -29,7 +29,8 @@ CHUNK_ON_CARD, CHUNK_ON_CPU = 1024, 512
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """model, the state's shape, tokens of a prefill chunk, ids that the tokenizer names, "cpu" or "cuda", the weights' recipe
-    (None: in the dtype of the activations), and whose kernels a CPU runs ("cpu": LLVM's, "xla": none)."""
+    (None: in the dtype of the activations, expanded at load where they are stored otherwise), and whose kernels a CPU runs
+    ("cpu": LLVM's, "xla": none)."""
 
     model: ModelConfig
     shape: StateShape
@@ -82,7 +83,10 @@ class Setup:
 
 def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: str, recipe: Recipe | None = None) -> Setup:
     """The setup of an engine, whatever is left open in `engine` decided for model and platform: the one place that does, for
-    every command and for `Engine.load`. ValueError where configuration and model do not go together."""
+    every command and for `Engine.load`. ValueError where configuration and model do not go together.
+
+    recipe: the formats in which weights are stored. They are used so by a card and by a CPU's own kernels; XLA's operations
+    have nothing to read them with, and get them expanded."""
     on_card = platform != "cpu"
     chunk = (CHUNK_ON_CARD if on_card else CHUNK_ON_CPU) if engine.prefill_chunk is None else engine.prefill_chunk
     dtype = jnp.dtype(("bfloat16" if on_card else "float32") if engine.dtype == "auto" else engine.dtype)
@@ -97,6 +101,10 @@ def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: 
             cpu.here()
         except RuntimeError as error:
             raise ValueError(f"kernels: {error}") from None
+    if recipe is not None and on_card and dtype != jnp.bfloat16:
+        raise ValueError(f"dtype is {dtype.name}: weights of 4 and 8 bits need bfloat16 on a card")
+    if not on_card and kernels == "xla":
+        recipe = None
     shape = state_shape(model, engine, kv, dtype, rows_together=on_card or kernels == "cpu")
     return Setup(model, shape, chunk, valid_ids, platform, recipe, kernels)
 
