@@ -7,6 +7,7 @@ matrices is the fastest that there is here. What is expanded stays in the cache 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cpu
-from pallas_kernels.matmul.cpu_quantised import codes_of
 from pallas_kernels.matmul.quantised import QuantisedWeight
 from pallas_kernels.norms import rms_norm
 
@@ -67,7 +67,8 @@ def expand(weight: QuantisedWeight, first: jax.Array, columns: int) -> jax.Array
     """Columns `first` (int32) .. `first` + `columns` of a weight as rows, float32 `[columns, padded K]` in storage order."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (weight.words, weight.scales, weight.unit)]
     operands = [*structs, jax.ShapeDtypeStruct((1,), jnp.int32)]
-    build = functools.partial(_expand, weight=weight, columns=columns)
+    described = dataclasses.replace(weight, words=structs[0], scales=structs[1], unit=structs[2])
+    build = functools.partial(_expand, weight=described, columns=columns)
     units = -(-columns // _UNIT)
     out = jax.ShapeDtypeStruct((columns, weight.tiles * weight.tile), jnp.float32)
     call = cpu.kernel(f"w{weight.bits}_expand", build, operands, [out], parts=min(_PARTS, units))
@@ -96,7 +97,7 @@ def _expand(c: Any, *views: Any, weight: QuantisedWeight, columns: int) -> None:
                 scale = (scales.load(t, here, 0, lanes=planes).to(c.i32, signed=False) - 128).to(c.f32) * unit.load(here)
                 for j in range(planes):
                     for b in range(blocks):
-                        values = codes_of(read[b], weight.bits, j).to(c.i32).to(c.f32) * c.spread(scale.lane(j), 32)
+                        values = _codes(read[b], weight.bits, j).to(c.i32).to(c.f32) * c.spread(scale.lane(j), 32)
                         out.store(values, at + i, t * weight.tile + (j * weight.group + 32 * b))
 
             c.loop(0, count, [], column)
@@ -110,3 +111,9 @@ def _expand(c: Any, *views: Any, weight: QuantisedWeight, columns: int) -> None:
     if columns % _UNIT:
         with c.when(c.part.equals(0)):
             some(c.index(whole * _UNIT), columns % _UNIT)
+
+
+def _codes(words: Any, bits: int, j: int) -> Any:
+    """Plane j of 32 words as signed int16."""
+    left = 16 - bits * (j + 1)
+    return ((words << left) if left else words) >> (16 - bits)

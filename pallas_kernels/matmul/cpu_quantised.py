@@ -206,7 +206,7 @@ def _accumulate(c: Any, words: Any, scales: Any, codes: Any, steps: Any, sums: A
                 both = [scale * steps.load(r, t, 0, lanes=shape.planes) for r in rows]
                 totals = [sums.load(r, i, 0, lanes=8) for r in rows]
                 for j in range(shape.planes):
-                    plane = [codes_of(v, shape.weight.bits, j) for v in read]
+                    plane = [_codes(v, shape.weight.bits, j) for v in read]
                     for n, r in enumerate(rows):
                         products = [multiply_pairs(c, p, codes.load(r, t, j, b, 0, lanes=32)) for b, p in enumerate(plane)]
                         whole = products[0]
@@ -222,7 +222,7 @@ def _accumulate(c: Any, words: Any, scales: Any, codes: Any, steps: Any, sums: A
     c.loop(0, shape.weight.tiles, [], tile)
 
 
-def codes_of(words: Any, bits: int, j: int) -> Any:
+def _codes(words: Any, bits: int, j: int) -> Any:
     """Plane j of 32 words as signed int16."""
     left = 16 - bits * (j + 1)
     return ((words << left) if left else words) >> (16 - bits)
