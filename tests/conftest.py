@@ -54,6 +54,7 @@ GROUPS = {
         "engine/test_micro_engine.py",
         "engine/test_sigint.py",
         "engine/test_steady_memory.py",
+        "engine/test_stored_weights.py",
         "engine/test_without_tokenizer.py",
     ),
 }

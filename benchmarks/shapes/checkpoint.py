@@ -25,7 +25,7 @@ from ninfer_jax.checkpoints import qwen_tokenizer, tiny_path
 
 LINEAR, FULL = "linear_attention", "full_attention"
 SHARD_BYTES = 2_600_000_000  # the embedding and the head, 2.54 GB each, have one for themselves
-_BLOCK = 1 << 24  # elements drawn at a time, 64 MiB in float32
+_BLOCK = 1 << 20  # elements drawn at a time, 4 MiB in float32
 TEXT: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -144,10 +144,15 @@ def write(path: Path, config: dict[str, Any], seed: int, shard_bytes: int = SHAR
     weight_map = {}
     for i, names in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: _draw(name, shapes[name], seed) for name in names}, path / file, metadata={"format": "pt"})
+        save_file({name: draw(name, shapes[name], seed) for name in names}, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": nbytes(config)}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    write_small_files(path, config)
+
+
+def write_small_files(path: Path, config: dict[str, Any]) -> None:
+    """config.json and what text needs."""
     whole = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "language_model_only": False,
@@ -162,7 +167,8 @@ def write(path: Path, config: dict[str, Any], seed: int, shard_bytes: int = SHAR
         shutil.copy(tiny_path() / "tokenizer.json", path)
 
 
-def _draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """A tensor by its name in the files, bfloat16."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.02, 2, shape)).astype(ml_dtypes.bfloat16)

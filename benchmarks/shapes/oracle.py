@@ -32,7 +32,7 @@ class Oracle:
         """Final-normed `[tokens, hidden]`."""
         h = self.stored.rows("embed_tokens", ids)[None]
         for i, kind in enumerate(self.config.layer_types):
-            h = self._layer(f"layers.{i}", i, h)
+            h = self._through(self._read_layer(f"layers.{i}", i), h)
             print(f"layer {i} ({kind})", file=sys.stderr)
         return self._norm("norm.weight", h)[0]
 
@@ -41,24 +41,27 @@ class Oracle:
         blocks = self.stored.columns("lm_head", self.config.vocab_size)
         return np.concatenate([(hidden @ torch.from_numpy(block[:, : hidden.shape[1]]).T).numpy() for block in blocks], axis=1)
 
-    def drafts(self, ids: np.ndarray, hidden: torch.Tensor, given: list[int]) -> np.ndarray:
-        """Logits by which each of the drafts was chosen, float32 `[drafts, vocabulary rows]`: ids are the prompt and the
-        token after it, `given` the engine's drafts, which later ones build upon."""
+    def drafts(self, ids: np.ndarray, hidden: torch.Tensor, given: list[int]) -> torch.Tensor:
+        """Final-normed rows by which each of the drafts was chosen, `[drafts, hidden]`: ids are the prompt and the token after
+        it, `given` the engine's drafts, which later ones build upon."""
         rows, following = [], ids[1:]
+        layer = self._read_layer("mtp.layers.0", self.config.layer_types.index("full_attention"))
         fc = self.stored.matrix("mtp.fc", hidden.shape[1], 2 * hidden.shape[1])
         for draft in given:
             embedded = self.stored.rows("embed_tokens", following)
             parts = (self._norm("mtp.pre_fc_norm_embedding.weight", embedded), self._norm("mtp.pre_fc_norm_hidden.weight", hidden))
             x = (torch.cat(parts, dim=-1) @ fc.T)[None]
-            y = self._norm("mtp.norm.weight", self._layer("mtp.layers.0", self.config.layer_types.index("full_attention"), x))[0]
+            y = self._norm("mtp.norm.weight", self._through(layer, x))[0]
             rows.append(y[-1])
             hidden, following = torch.cat([hidden, y[-1:]]), np.append(following, draft)
-        return self.logits(torch.stack(rows))
+        return torch.stack(rows)
 
-    def _layer(self, name: str, index: int, h: torch.Tensor) -> torch.Tensor:
+    def _read_layer(self, name: str, index: int) -> torch.nn.Module:
         with torch.device("meta"):
             layer = Qwen3_5DecoderLayer(self.config, index)
-        layer = self.stored.layer(name, layer.eval())
+        return self.stored.layer(name, layer.eval())
+
+    def _through(self, layer: torch.nn.Module, h: torch.Tensor) -> torch.Tensor:
         count = h.shape[1]
         turned = self.rotary(h, torch.arange(count).expand(3, 1, count))
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None] if hasattr(layer, "self_attn") else None
@@ -76,7 +79,9 @@ def main(artifact: str, ids: str, engine: str, out: str) -> None:
     oracle = Oracle(Path(artifact))
     hidden = oracle.hidden(tokens)
     extended = np.append(tokens, chosen["first"])
-    np.savez(out, logits=oracle.logits(hidden), drafts=oracle.drafts(extended, hidden, chosen["drafts"].tolist()))
+    drafts = oracle.drafts(extended, hidden, chosen["drafts"].tolist())
+    logits = oracle.logits(torch.cat([hidden, drafts]))  # the head is the largest matrix: it is read once
+    np.savez(out, logits=logits[: len(hidden)], drafts=logits[len(hidden) :])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     parameters/<group>/           an Orbax PyTree checkpoint: the embedding, one decoder layer, the head, or the MTP layer
     config.json, tokenizer.json…  as the source had them (config.json without the source's own quantisation)
 
-Arrays are stored uncompressed, one file each (`parameters/<group>/<array>/0.0`), and have SHA-256 digests.
+Arrays are stored uncompressed, one file each (`parameters/<group>/<array>/0.0`), and have SHA-256 digests: what an engine on a
+CPU reads can be the file itself, mapped.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import logging
 import math
+import mmap
 import os
 import re
 import threading
@@ -33,6 +35,8 @@ from ninfer_jax.checkpoints.safetensors_file import CheckpointError, load_json
 
 MANIFEST, PARAMETERS = "manifest.json", "parameters"
 FORMAT, VERSION = "ninfer-jax artifact", 2
+# A smaller array is read. A mapping keeps its file open, and of those a process may have 1,024.
+MAPPED_BYTES = 4 << 20
 READERS = 2  # groups read at a time: one more than the device takes, so that the disk never waits
 
 LoadProgress = Callable[[int, int, str], None]
@@ -148,13 +152,15 @@ class Artifact:
         return loaded
 
     def read_groups(
-        self, *, verify: bool = True, skip: Sequence[str] = (), progress: LoadProgress | None = None
+        self, *, mapped: bool = False, verify: bool = True, skip: Sequence[str] = (), progress: LoadProgress | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         """The arrays of one group after another, by name, read ahead in threads.
 
-        verify: compare digests. skip: groups to leave out, such as "mtp". progress: called with (bytes done, bytes in all,
-        group). ArtifactError names the file and the array that is damaged.
+        mapped: large arrays are the files themselves, read-only; whoever changes a file changes them. verify: compare digests.
+        skip: groups to leave out, such as "mtp". progress: called with (bytes done, bytes in all, group). ArtifactError names
+        the file and the array that is damaged.
         """
+        read = map_group if mapped else read_group
         wanted = {group: arrays for group, arrays in self.groups.items() if group not in skip}
         total, done = sum(a.nbytes for arrays in wanted.values() for a in arrays), 0
         ahead: deque[tuple[str, Future]] = deque()
@@ -163,7 +169,7 @@ class Artifact:
             try:
                 while True:
                     while len(ahead) < READERS and (group := next(names, None)) is not None:
-                        ahead.append((group, pool.submit(read_group, self.path, group, wanted[group], verify)))
+                        ahead.append((group, pool.submit(read, self.path, group, wanted[group], verify)))
                     if not ahead:
                         return
                     group, future = ahead.popleft()
@@ -221,9 +227,42 @@ def read_group(path: Path, group: str, arrays: Sequence[StoredArray], verify: bo
         value = found.get(array.name)
         if value is None or value.shape != array.shape or value.dtype != numpy_dtype(array.dtype):
             raise ArtifactError(f"{folder / array.name}: {array.name} is not the {array.dtype} {list(array.shape)} of the manifest")
-        if verify and digest(value) != array.sha256:
-            raise ArtifactError(f"{folder / array.name}: {array.name} is damaged, its SHA-256 is not the manifest's; convert again")
+        if verify:
+            _verify(folder, array, value)
     return found
+
+
+def map_group(path: Path, group: str, arrays: Sequence[StoredArray], verify: bool) -> dict[str, np.ndarray]:
+    """The same without a copy of those of `MAPPED_BYTES` and more."""
+    folder, found = path / PARAMETERS / group, {}
+    for array in arrays:
+        try:
+            found[array.name] = _map(folder / array.name, array)
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{folder / array.name} cannot be read: {one_line(error)}") from error
+        if verify:
+            _verify(folder, array, found[array.name])
+    return found
+
+
+def _map(folder: Path, array: StoredArray) -> np.ndarray:
+    """An array by its file, which holds the elements in C order and nothing else."""
+    about, dtype = load_json((folder / ".zarray").read_bytes(), str(folder / ".zarray")), numpy_dtype(array.dtype)
+    whole = {"chunks": list(array.shape), "compressor": None, "filters": None, "order": "C"}
+    if {key: about.get(key, ...) for key in whole} != whole or str(about.get("dtype")).startswith(">"):
+        raise ArtifactError(f"{folder}: {array.name} is not one uncompressed file; convert again")
+    file = folder / about.get("dimension_separator", ".").join("0" * len(array.shape))
+    if file.stat().st_size != array.nbytes:
+        raise ArtifactError(f"{file} has {file.stat().st_size} bytes, the manifest says {array.nbytes}: damaged or incomplete")
+    if array.nbytes < MAPPED_BYTES:
+        return np.fromfile(file, dtype).reshape(array.shape)
+    with file.open("rb") as content:
+        return np.frombuffer(mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ), dtype).reshape(array.shape)
+
+
+def _verify(folder: Path, array: StoredArray, value: np.ndarray) -> None:
+    if digest(value) != array.sha256:
+        raise ArtifactError(f"{folder / array.name}: {array.name} is damaged, its SHA-256 is not the manifest's; convert again")
 
 
 _here = threading.local()

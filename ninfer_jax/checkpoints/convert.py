@@ -125,7 +125,7 @@ class _Conversion:
         self.source, self.plan, self.path, self.recipe, self.tell = source, plan, destination, recipe, tell
         self.groups: dict[str, list[ParameterSpec]] = {}
         for spec in plan.parameters:
-            self.groups.setdefault(_group(spec), []).append(spec)
+            self.groups.setdefault(group_of(spec), []).append(spec)
 
     def run(self) -> Artifact:
         if self.path.exists() and (not self.path.is_dir() or not self._ours()):
@@ -137,7 +137,7 @@ class _Conversion:
                 raise ArtifactError(f"{self.path}: Permission denied: choose a directory that may be written")
         identity = {
             "recipe": self.recipe,
-            "parameters": {parameter_key(spec): self._about(spec, {}) for spec in self.plan.parameters},
+            "parameters": {parameter_key(spec): self._entry(spec, {}) for spec in self.plan.parameters},
             "constants": {key: artifacts.digest(array) for key, array in self.plan.constants.items()},
             "source": {"format": self.source.format, "files": self._digests()},
             "files": {name: hashlib.sha256(content).hexdigest() for name, content in self._small_files().items()},
@@ -163,7 +163,7 @@ class _Conversion:
             "files": identity["files"],
             "packages": _packages(),
             "parameters": {
-                parameter_key(spec): self._about(spec, done[group]) for group, specs in self.groups.items() for spec in specs
+                parameter_key(spec): self._entry(spec, done[group]) for group, specs in self.groups.items() for spec in specs
             },
         }
         write_json(self.path / MANIFEST, manifest)
@@ -238,9 +238,9 @@ class _Conversion:
             into[key] = self.plan.constants[key]
             return
         if spec.stored is None:
-            ((_, described),) = spec.arrays.items()
+            (array,) = spec.arrays.values()
             values = _joined([t[0 : t.shape[0]] for t in tensors])
-            into[key] = _narrowed(key, values, np.dtype(described.dtype))
+            into[key] = _narrowed(key, values, np.dtype(array.dtype))
             yield sum(t.nbytes for t in tensors)
             return
         arrays = {field: np.empty(a.shape, a.dtype) for field, a in spec.arrays.items()}
@@ -263,11 +263,9 @@ class _Conversion:
             into[f"{key}.{field}"] = array
 
     def _verify(self, identity: dict[str, Any], done: dict[str, dict[str, str]]) -> None:
-        described = {
-            group: [a for spec in specs for a in self._described(spec, done[group])] for group, specs in self.groups.items()
-        }
-        total, so_far = sum(a.nbytes for arrays in described.values() for a in arrays), 0
-        for group, arrays in described.items():
+        found = {group: [a for spec in specs for a in described(spec, done[group])] for group, specs in self.groups.items()}
+        total, so_far = sum(a.nbytes for arrays in found.values() for a in arrays), 0
+        for group, arrays in found.items():
             try:
                 artifacts.read_group(self.path, group, arrays, verify=True)
             except ArtifactError:
@@ -277,23 +275,8 @@ class _Conversion:
             so_far += sum(a.nbytes for a in arrays)
             self.tell("verify", so_far, total)
 
-    def _described(self, spec: ParameterSpec, digests: Mapping[str, str]) -> list[StoredArray]:
-        key = parameter_key(spec)
-        names = [key if spec.stored is None else f"{key}.{field}" for field in spec.arrays]
-        return [
-            StoredArray(name, _group(spec), tuple(a.shape), str(np.dtype(a.dtype)), digests.get(name, ""))
-            for name, a in zip(names, spec.arrays.values(), strict=True)
-        ]
-
-    def _about(self, spec: ParameterSpec, digests: Mapping[str, str]) -> dict[str, Any]:
-        """A parameter's entry in the manifest."""
-        stored = spec.stored
-        form = {"kind": "plain"} if stored is None else {"kind": stored.kind, "bits": stored.bits, "group_size": stored.group}
-        arrays = {
-            field: {"shape": list(a.shape), "dtype": a.dtype, "sha256": a.sha256}
-            for field, a in zip(spec.arrays, self._described(spec, digests), strict=True)
-        }
-        return {"role": spec.role, **form, "made": self.plan.made[parameter_key(spec)], "group": _group(spec), "arrays": arrays}
+    def _entry(self, spec: ParameterSpec, digests: Mapping[str, str]) -> dict[str, Any]:
+        return entry(spec, self.plan.made[parameter_key(spec)], digests)
 
     def _small_files(self) -> dict[str, bytes]:
         config = (json.dumps(self.source.config, indent=2, ensure_ascii=False) + "\n").encode()
@@ -313,7 +296,7 @@ class _Conversion:
         return found
 
     def _check_space(self) -> None:
-        need = sum(a.nbytes for specs in self.groups.values() for spec in specs for a in self._described(spec, {}))
+        need = sum(a.nbytes for specs in self.groups.values() for spec in specs for a in described(spec, {}))
         parameters = self.path / PARAMETERS
         there = sum(p.stat().st_size for p in parameters.rglob("*") if p.is_file()) if parameters.is_dir() else 0
         existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
@@ -371,7 +354,28 @@ def _narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return narrow
 
 
-def _group(spec: ParameterSpec) -> str:
+def described(spec: ParameterSpec, digests: Mapping[str, str]) -> list[StoredArray]:
+    """The arrays of a parameter with their digests, by name; "" where there is none yet."""
+    key = parameter_key(spec)
+    names = [key if spec.stored is None else f"{key}.{field}" for field in spec.arrays]
+    return [
+        StoredArray(name, group_of(spec), tuple(a.shape), str(np.dtype(a.dtype)), digests.get(name, ""))
+        for name, a in zip(names, spec.arrays.values(), strict=True)
+    ]
+
+
+def entry(spec: ParameterSpec, made: str, digests: Mapping[str, str]) -> dict[str, Any]:
+    """A parameter's entry in the manifest."""
+    stored = spec.stored
+    form = {"kind": "plain"} if stored is None else {"kind": stored.kind, "bits": stored.bits, "group_size": stored.group}
+    arrays = {
+        field: {"shape": list(a.shape), "dtype": a.dtype, "sha256": a.sha256}
+        for field, a in zip(spec.arrays, described(spec, digests), strict=True)
+    }
+    return {"role": spec.role, **form, "made": made, "group": group_of(spec), "arrays": arrays}
+
+
+def group_of(spec: ParameterSpec) -> str:
     """One Orbax checkpoint each: the embedding, a layer, the MTP layer, and the head with the final norm."""
     first, *rest = spec.name.split(".")
     if first == "layers":

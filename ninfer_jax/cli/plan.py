@@ -138,15 +138,16 @@ def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) 
     engine = config.EngineConfig(**shapes)
     if target != "cpu":
         targets.get(target)
-    elif recipe:
-        raise ValueError(f"--recipe {recipe}: on a CPU weights are expanded to --dtype, whatever they are stored as; leave it out")
     geometry, named = model_of(model, engine.tokenizer)
     chosen = config.recipe(recipe) if recipe else None
-    if is_artifact(model) and target != "cpu":
+    if is_artifact(model):
         if recipe:
             raise ValueError(f"--recipe {recipe}: {model} is an artifact, its weights have formats of their own")
         chosen = stored_recipe(Artifact.open(model))
-    return resolve(geometry, named, engine, "cpu" if target == "cpu" else "cuda", chosen)
+    setup = resolve(geometry, named, engine, "cpu" if target == "cpu" else "cuda", chosen)
+    if recipe and setup.recipe is None:
+        raise ValueError(f"--recipe {recipe}: XLA's operations on a CPU have their weights expanded to --dtype; leave it out")
+    return setup
 
 
 def _hopeless(made: Plan) -> bool:

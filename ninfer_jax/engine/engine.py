@@ -66,7 +66,8 @@ class Engine:
         progress: LoadProgress | None = None,
     ) -> Engine:
         """Read a Hugging Face checkpoint directory, an artifact (`ninfer-jax convert`) or "tiny", the bundled model, compile the
-        programs and allocate the state. On a CPU an artifact's weights are expanded to the numbers they stand for.
+        programs and allocate the state. A CPU maps an artifact's files, which must stay as they are while the engine lives;
+        without kernels that read them (`kernels="xla"`) its weights are expanded to the numbers they stand for.
 
         programs: a directory that `ninfer-jax compile` wrote for this very configuration and device: its executables are
         loaded (they are pickles: name only a directory you trust) and nothing is traced or compiled. verify: compare the SHA-256
@@ -89,7 +90,7 @@ class Engine:
         notes = (*config_notes(read_object(path / "config.json")), *words.notes)
 
         def setup_for(platform: str) -> Setup:
-            return resolve(model_config, words.tokenizer.vocab_size, config, platform, weights.recipe(platform))
+            return resolve(model_config, words.tokenizer.vocab_size, config, platform, weights.recipe)
 
         allocator.reserve(lambda: setup_for("cuda"))  # before the next line starts JAX
         setup = setup_for("cpu" if jax.default_backend() == "cpu" else "cuda")

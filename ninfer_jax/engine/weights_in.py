@@ -1,7 +1,8 @@
 """The weights of a model directory, whether it is a checkpoint or an artifact, as an engine takes them.
 
-On a GPU an artifact's arrays are used as they are. On a CPU nothing multiplies 4-bit codes faster than plain numbers, so
-they are expanded once, to the numbers they stand for, and the plain model runs over those.
+An artifact's arrays are used as they are: a GPU gets copies, a CPU maps the files. Only XLA's operations, where they are asked
+for on a CPU, have nothing to read codes with: for them the arrays are expanded once, to the numbers they stand for, and the
+plain model runs over those.
 """
 
 from __future__ import annotations
@@ -27,16 +28,15 @@ Tell = Callable[[int, int], None]
 
 
 class CheckpointWeights:
-    """Weights of a Hugging Face checkpoint directory; `recipe` is None, whatever the device."""
+    """Weights of a Hugging Face checkpoint directory."""
+
+    recipe: Recipe | None = None
 
     def __init__(self, path: Path):
         self._checkpoint = Checkpoint.open(path)
         refuse_mlx(self._checkpoint.tensors, {})
         self.has_mtp = self._checkpoint.has_mtp
         self.files = {info.file for info in self._checkpoint.tensors.values()}
-
-    def recipe(self, platform: str) -> Recipe | None:
-        return None
 
     def check(self, model: TextModel) -> None:
         """ValueError for tensors that do not fit, by the files' headers, before anything expensive."""
@@ -60,9 +60,10 @@ class ArtifactWeights:
         self.artifact, self._verify = Artifact.open(path), verify
         self.has_mtp = self.artifact.has_mtp
 
-    def recipe(self, platform: str) -> Recipe | None:
-        """The formats that the model is to be built with: the artifact's on a GPU, none on a CPU."""
-        return None if platform == "cpu" else stored_recipe(self.artifact)
+    @property
+    def recipe(self) -> Recipe | None:
+        """The formats that the weights are stored in."""
+        return stored_recipe(self.artifact)
 
     def check(self, model: TextModel) -> None:
         """ValueError for arrays that do not fit, by the manifest, before anything expensive."""
@@ -76,15 +77,21 @@ class ArtifactWeights:
             tell(done, total)
 
         _, described = split_model(model)
-        if any(spec.stored for spec in parameters_of(model)):
-            return fill_arrays(described, self.artifact.load(jax.device_put, verify=self._verify, skip=skip, progress=progress))
+        described_as = parameters_of(model)
+        if any(spec.stored for spec in described_as):
+            if jax.default_backend() != "cpu":
+                return fill_arrays(described, self.artifact.load(jax.device_put, verify=self._verify, skip=skip, progress=progress))
+            loaded: dict[str, jax.Array] = {}
+            for group in self.artifact.read_groups(mapped=True, verify=self._verify, skip=skip, progress=progress):
+                loaded |= {name: jax.device_put(array) for name, array in group.items()}  # aligned memory is not copied
+            return fill_arrays(described, _in_the_models_dtypes(loaded, described_as))
         specs = self._specs(model.config, model.has_mtp)
         dtypes = {t.name: jnp.dtype(t.dtype) for t in parameter_specs(model)}
         tensors: dict[str, np.ndarray] = {}
         for arrays in self.artifact.read_groups(verify=self._verify, skip=skip, progress=progress):
             while arrays:
                 spec = specs[next(iter(arrays))]
-                # What only a GPU's model has (a draft head) is expanded for nothing and dropped.
+                # What only the model of stored formats has (a draft head) is expanded for nothing and dropped.
                 own = [dtypes[t.name] for t in spec.tensors if t.name in dtypes]
                 tensors |= {n: a for n, a in expand(spec, arrays, own[0] if own else jnp.float32).items() if n in dtypes}
         return fill(described, tensors, _put())
@@ -105,6 +112,16 @@ class ArtifactWeights:
                     f"the model has {array.dtype} {list(array.shape)}"
                 )
         return found
+
+
+def _in_the_models_dtypes(arrays: dict[str, jax.Array], specs: Sequence[ParameterSpec]) -> dict[str, jax.Array]:
+    """`arrays`, those that are not quantised in the dtype of the model's activations where it has them so."""
+    for spec in specs:
+        for field, wanted in spec.arrays.items() if spec.stored is None else ():
+            name = f"{spec.name}.{field}" if spec.name else field
+            if name in arrays and arrays[name].dtype != wanted.dtype:
+                arrays[name] = arrays[name].astype(wanted.dtype)
+    return arrays
 
 
 def _put() -> Callable[[Sequence[np.ndarray]], jax.Array]:

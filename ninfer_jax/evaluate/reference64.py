@@ -1,6 +1,7 @@
 """The whole model in NumPy float64, token after token in the recurrence: no chunks, no pages, no codec, no JAX.
 
-It takes the engine's own weights, so what differs from it is arithmetic alone. 8 bytes a parameter; for small models.
+It takes the engine's own weights, quantised ones as the numbers that they stand for, so what differs from it is arithmetic
+alone. 8 bytes a parameter; for small models.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from ninfer_jax.config import ModelConfig
 from ninfer_jax.model import TextModel
 from ninfer_jax.model.layers import QuantisedLinear
+from pallas_kernels.matmul import dequantise
 
 
 class Float64Model:
@@ -20,11 +22,8 @@ class Float64Model:
     value_dim]`, one a GDN layer, after what has been read."""
 
     def __init__(self, model: TextModel):
-        """ValueError for quantised weights, or where the weights do not fit this machine's memory."""
+        """ValueError where the weights do not fit this machine's memory."""
         config = model.config
-        layers = list(model.layers)
-        if isinstance(layers[0].mlp.down_proj, QuantisedLinear):
-            raise ValueError("the float64 reference reads plain weights, these are quantised; use --reference decode")
         matrix = 12 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size
         needed = 8 * (matrix * config.layers + 2 * config.vocab_size * config.hidden_size)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -32,10 +31,11 @@ class Float64Model:
             takes = f"the float64 reference takes about {needed >> 30} GiB, half of this machine's memory is {memory >> 31} GiB"
             raise ValueError(f"{takes}; use --reference decode")
         self.config = config
-        self._embed, self._norm = _f64(model.embed_tokens.weight), _f64(model.norm.weight)
-        head: Any = getattr(model, "lm_head", None)  # plain, as the layers are; absent where it is the embedding
-        self._head = self._embed if head is None else _f64(head.weight)
-        self._layers = [_Layer(layer, config) for layer in layers]
+        self._embed = np.asarray(model.embed_tokens(np.arange(config.vocab_size), np.float32)).astype(np.float64)
+        self._norm = _f64(model.norm.weight)
+        head: Any = getattr(model, "lm_head", None)  # absent where it is the embedding
+        self._head = self._embed if head is None else _matrix(head)
+        self._layers = [_Layer(layer, config) for layer in model.layers]
         self._length = 0
 
     @property
@@ -56,16 +56,16 @@ class _Layer:
     def __init__(self, layer, config: ModelConfig):
         self.config, self.state = config, None
         self.norms = _f64(layer.input_layernorm.weight), _f64(layer.post_attention_layernorm.weight)
-        self.gate_up, self.down = _f64(layer.mlp.gate_up_proj.weight), _f64(layer.mlp.down_proj.weight)
+        self.gate_up, self.down = _matrix(layer.mlp.gate_up_proj), _matrix(layer.mlp.down_proj)
         self.attends = hasattr(layer, "self_attn")
         if self.attends:
             own = layer.self_attn
-            self.inputs, self.out = _f64(own.qkv_proj.weight), _f64(own.o_proj.weight)
+            self.inputs, self.out = _matrix(own.qkv_proj), _matrix(own.o_proj)
             self.qk_norms = _f64(own.q_norm.weight), _f64(own.k_norm.weight)
             self.keys = self.values = np.zeros((config.kv_heads, 0, config.head_dim))
         else:
             own = layer.linear_attn
-            self.inputs, self.gates, self.out = (_f64(p.weight) for p in (own.in_proj, own.gate_proj, own.out_proj))
+            self.inputs, self.gates, self.out = (_matrix(p) for p in (own.in_proj, own.gate_proj, own.out_proj))
             self.taps, self.a_log, self.dt_bias = _f64(own.conv1d.weight)[:, 0], _f64(own.A_log), _f64(own.dt_bias)
             self.out_norm = _f64(own.norm.weight)
             self.state = np.zeros((config.gdn_value_heads, config.gdn_key_dim, config.gdn_value_dim))
@@ -118,6 +118,13 @@ class _Layer:
             out[t] = (q[t][:, None] @ self.state)[:, 0]
         out = out / np.sqrt((out * out).mean(-1, keepdims=True) + c.rms_norm_eps) * self.out_norm
         return out.reshape(count, -1) * _silu(z)
+
+
+def _matrix(projection: Any) -> np.ndarray:
+    """`[out, in]`."""
+    if isinstance(projection, QuantisedLinear):
+        return np.asarray(dequantise(projection.quantised)).T.astype(np.float64)
+    return _f64(projection.weight)
 
 
 def _f64(parameter) -> np.ndarray:

@@ -77,15 +77,13 @@ class MTPHead(nnx.Module):
 class TextModel(nnx.Module):
     """Embedding, decoder layers, final norm, output head and, where the checkpoint has one, the MTP head.
 
-    dtype: type of matrices and activations. `mtp=False` leaves the MTP head out. recipe: the formats of quantised
-    weights, which go with bfloat16 activations; None for weights in `dtype`.
+    dtype: type of activations, and of matrices that are not quantised. `mtp=False` leaves the MTP head out. recipe: the formats
+    of quantised weights; None for weights in `dtype`.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, mtp: bool, recipe: Recipe | None = None):
         if mtp and not config.mtp_layers:
             raise ValueError("config.json: mtp_num_hidden_layers is 0, this model has no MTP head to draft with")
-        if recipe is not None and dtype != jnp.bfloat16:
-            raise ValueError(f"recipe {recipe.name}: needs bfloat16 activations, not {jnp.dtype(dtype).name}")
         if recipe is not None and config.tied_embeddings:
             raise ValueError(f"recipe {recipe.name}: needs an output head of its own, this model's is its embedding")
         self.config, self.dtype = config, dtype

@@ -29,7 +29,8 @@ CHUNK_ON_CARD, CHUNK_ON_CPU = 1024, 512
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """model, the state's shape, tokens of a prefill chunk, ids that the tokenizer names, "cpu" or "cuda", the weights' recipe
-    (None: in the dtype of the activations), and whose kernels a CPU runs ("cpu": LLVM's, "xla": none; a card has its own)."""
+    (None: in the dtype of the activations, expanded at load where they are stored otherwise), and whose kernels a CPU runs
+    ("cpu": LLVM's, "xla": none; a card has its own)."""
 
     model: ModelConfig
     shape: StateShape
@@ -81,7 +82,10 @@ class Setup:
 
 def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: str, recipe: Recipe | None = None) -> Setup:
     """The setup of an engine, whatever is left open in `engine` decided for model and platform: the one place that does, for
-    every command and for `Engine.load`. ValueError where configuration and model do not go together."""
+    every command and for `Engine.load`. ValueError where configuration and model do not go together.
+
+    recipe: the formats in which weights are stored. They are used so by a card and by a CPU's own kernels; XLA's operations
+    have nothing to read them with, and get them expanded."""
     on_card = platform != "cpu"
     chunk = (CHUNK_ON_CARD if on_card else CHUNK_ON_CPU) if engine.prefill_chunk is None else engine.prefill_chunk
     dtype = jnp.dtype(("bfloat16" if on_card else "float32") if engine.dtype == "auto" else engine.dtype)
@@ -96,6 +100,10 @@ def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: 
             cpu.check()
         except cpu.KernelError as error:
             raise ValueError(f"kernels: {error}") from None
+    if recipe is not None and on_card and dtype != jnp.bfloat16:
+        raise ValueError(f"dtype is {dtype.name}: weights of 4 and 8 bits need bfloat16 on a card")
+    if not on_card and kernels == "xla":
+        recipe = None
     shape = state_shape(model, engine, kv, dtype)
     return Setup(model, shape, chunk, valid_ids, platform, recipe, kernels)
 

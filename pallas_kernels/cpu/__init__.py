@@ -34,6 +34,7 @@ part may have written.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,7 @@ from pallas_kernels.cpu.machine import KernelError, here
 __all__ = ["Kernel", "KernelError", "assembly", "check", "here", "kernel", "registered"]
 
 _targets: list[str] = []
+_written: dict[Any, str] = {}  # all that a kernel's text depends on -> its target: layers are alike, and writing takes 0.1 s
 _lock = threading.Lock()
 
 
@@ -90,6 +92,9 @@ def kernel(
     arguments, results, workspace = (
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in group] for group in (arguments, results, workspace)
     )
+    key = _key(name, (build, before, after), (arguments, results, workspace), parts, aliases or {})
+    if key is not None and key in _written:
+        return Kernel(_written[key], arguments, [*results, *workspace], len(results), aliases or {})
     source, symbol = _source(name, build, arguments, [*results, *workspace], parts, before, after, aliases or {})
     target = f"ninfer.{symbol}.{machine.digest(source)}"
     with _lock:
@@ -98,6 +103,8 @@ def kernel(
             capsule = jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address))
             jax.ffi.register_ffi_target(target, capsule, platform="cpu")
             _targets.append(target)
+    if key is not None:
+        _written[key] = target
     # The same code may serve other shapes: a leading axis that nothing depends on is not in it.
     return Kernel(target, arguments, [*results, *workspace], len(results), aliases or {})
 
@@ -108,6 +115,24 @@ def check() -> None:
     from pallas_kernels.cpu import xla_ffi
 
     xla_ffi.layout()
+
+
+def _key(name: str, functions: Sequence[Any], shapes: Sequence[Sequence[Any]], parts: int, aliases: Mapping[int, int]) -> Any:
+    """What a kernel's text depends on, as a key; None where its functions keep something that cannot be compared."""
+
+    def known(function: Any) -> Any:
+        if isinstance(function, functools.partial):
+            return known(function.func), function.args, tuple(sorted(function.keywords.items()))
+        if getattr(function, "__closure__", None):
+            raise TypeError("a closure's variables")
+        return function
+
+    try:
+        key = name, tuple(map(known, functions)), tuple(map(tuple, shapes)), parts, tuple(sorted(aliases.items()))
+        hash(key)
+        return key
+    except TypeError:
+        return None
 
 
 def registered() -> tuple[str, ...]:

@@ -6,11 +6,13 @@ surrounds a projection in the model.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import launch
-from pallas_kernels.matmul import cpu, cpu_quantised, head, kernel, pair, prefill, reference, triton_kernel
+from pallas_kernels.matmul import cpu, cpu_prefill, cpu_quantised, head, kernel, pair, prefill, reference, triton_kernel
 from pallas_kernels.matmul.quantised import COLUMNS, QuantisedWeight, concatenate, dequantise, pack, quantise
 from pallas_kernels.norms import rms_norm
 
@@ -108,16 +110,18 @@ def quantised_linear(
 ) -> jax.Array:
     """x `[rows, K]` bf16 @ weight `[K, N]` -> `[rows, N]` in `out_dtype`, float32 sums; the parts around it in one launch.
 
+    x and residual may be float32 too, which a GPU's kernels do not take.
     norm: weight w `[K]` bf16 of a zero-centred RMSNorm of x: x / sqrt(mean(x^2) + eps) (1 + w) is what is multiplied.
     swiglu: the columns are gate | up; the result is silu(gate) up, `[rows, N / 2]`.
-    residual: `[rows, N or N / 2]` bf16, added to the result before it is rounded.
-    activations: `int8` multiplies in 8 bits, activations rounded per row and group; for more than 16 rows only, where
-        tensor cores and not memory set the pace.
+    residual: `[rows, N or N / 2]`, added to the result before it is rounded.
+    activations: `int8` multiplies in 8 bits on a GPU, activations rounded per row and group; for more than 16 rows only,
+        where tensor cores and not memory set the pace.
     impl: `auto` is Pallas on a GPU and XLA on a CPU; `pallas` and `xla` insist. `triton` insists on the kernel compiled
         by Triton itself, for up to 16 rows; RuntimeError where the extra `triton` is not installed. `cpu` reads the codes as
-        they are, up to 32 rows, activations rounded to 16 bits a group (`cpu_quantised`); RuntimeError where LLVM is missing.
+        they are: up to 32 rows with activations rounded to 16 bits a group (`cpu_quantised`), more of them with the weight
+        expanded some columns at a time (`cpu_prefill`); RuntimeError where LLVM is missing.
 
-    Up to 16 rows, a row's result has the same bits whatever the number of rows. ValueError for shapes, types or
+    Up to 16 rows (`cpu`: 32), a row's result has the same bits whatever the number of rows. ValueError for shapes, types or
     options that do not fit.
     """
     _check(x, weight, norm, residual, swiglu, activations)
@@ -137,10 +141,11 @@ def quantised_linear(
         return triton_kernel.decode(x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
 
     def on_cpu(x, weight, norm, residual):
-        return cpu_quantised.quantised_linear(x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
+        form = cpu_quantised if x.shape[0] <= DECODE_ROWS else cpu_prefill
+        return form.quantised_linear(x, weight, norm, residual, eps=eps, swiglu=swiglu, out_dtype=out_dtype)
 
-    few = on_cpu if x.shape[0] <= DECODE_ROWS else None
-    return launch.by_platform(x, weight, norm, residual, pallas=pallas, xla=xla, triton=triton, cpu=few, impl=impl)
+    forms: Any = {"pallas": pallas, "xla": xla, "triton": triton, "cpu": on_cpu}
+    return launch.by_platform(x, weight, norm, residual, **forms, impl=impl, unfit=_unfit(x, weight, swiglu))
 
 
 def quantised_linear_pair(
@@ -153,7 +158,7 @@ def quantised_linear_pair(
     out_dtype: jnp.dtype = jnp.bfloat16,
     impl: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """`quantised_linear` of x `[1..16, K]` bf16 with each of two weights `[K, N1]` and `[K, N2]`, one launch on a GPU.
+    """`quantised_linear` of x `[1..16, K]` with each of two weights `[K, N1]` and `[K, N2]`, one launch on a GPU.
 
     Bits and groups may differ. The second should have few columns: a card does them beside the first. norm, eps,
     out_dtype, impl (without `triton`) as for `quantised_linear`. ValueError for shapes or types that do not fit.
@@ -173,13 +178,14 @@ def quantised_linear_pair(
     def on_cpu(x, wide, narrow, norm):
         return tuple(cpu_quantised.quantised_linear(x, w, norm, None, eps=eps, out_dtype=out_dtype) for w in (wide, narrow))
 
-    return launch.by_platform(x, wide, narrow, norm, pallas=pallas, xla=xla, cpu=on_cpu, impl=impl)
+    forms: Any = {"pallas": pallas, "xla": xla, "cpu": on_cpu}
+    return launch.by_platform(x, wide, narrow, norm, **forms, impl=impl, unfit=_unfit(x, wide, False))
 
 
 def head_candidates(
     x: jax.Array, weight: QuantisedWeight, *, k: int, valid: int, impl: str = "auto"
 ) -> tuple[jax.Array, jax.Array]:
-    """The `k` largest of the first `valid` columns of x `[1..16, K]` bf16 @ weight, float32 `[rows, k]` falling, and their
+    """The `k` largest of the first `valid` columns of x `[1..16, K]` @ weight, float32 `[rows, k]` falling, and their
     int32 ids, equals by rising id; without the whole product in memory unless the pick needs it (`head`).
 
     k: 1 to 64. impl as for `quantised_linear`. ValueError for shapes, types or k that do not fit.
@@ -204,7 +210,8 @@ def head_candidates(
     def on_cpu(x, weight):
         return _top(cpu_quantised.quantised_linear(x, weight, None, None, out_dtype=jnp.float32)[:, :valid], k)
 
-    return launch.by_platform(x, weight, pallas=pallas, xla=xla, cpu=on_cpu, impl=impl)
+    forms: Any = {"pallas": pallas, "xla": xla, "cpu": on_cpu}
+    return launch.by_platform(x, weight, **forms, impl=impl, unfit=_unfit(x, weight, False))
 
 
 def _top(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -224,17 +231,27 @@ def _normalise(x: jax.Array, norm: jax.Array, eps: float) -> jax.Array:
 def _check(
     x: jax.Array, weight: QuantisedWeight, norm: jax.Array | None, residual: jax.Array | None, swiglu: bool, activations: str
 ) -> None:
-    k, n = weight.shape
-    if x.ndim != 2 or x.dtype != jnp.bfloat16 or x.shape[1] != k or x.shape[0] == 0:
-        raise ValueError(f"quantised_linear: x {x.dtype} {x.shape} must be bfloat16 [rows, {k}]")
+    (k, n), types = weight.shape, (jnp.bfloat16, jnp.float32)
+    if x.ndim != 2 or x.dtype not in types or x.shape[1] != k or x.shape[0] == 0:
+        raise ValueError(f"quantised_linear: x {x.dtype} {x.shape} must be bfloat16 or float32 [rows, {k}]")
     if norm is not None and (norm.shape != (k,) or norm.dtype != jnp.bfloat16):
         raise ValueError(f"quantised_linear: norm {norm.dtype} {norm.shape} must be bfloat16 [{k}]")
-    if swiglu and n % (2 * COLUMNS):
-        raise ValueError(f"quantised_linear: swiglu needs N a multiple of {2 * COLUMNS}, not {n}")
+    if swiglu and n % 2:
+        raise ValueError(f"quantised_linear: swiglu needs gate and up of one width, N is {n}")
     want = (x.shape[0], n // 2 if swiglu else n)
-    if residual is not None and (residual.shape != want or residual.dtype != jnp.bfloat16):
-        raise ValueError(f"quantised_linear: residual {residual.dtype} {residual.shape} must be bfloat16 {want}")
+    if residual is not None and (residual.shape != want or residual.dtype != x.dtype):
+        raise ValueError(f"quantised_linear: residual {residual.dtype} {residual.shape} must be {x.dtype} {want}")
     if activations not in ("bf16", "int8"):
         raise ValueError(f"quantised_linear: activations {activations!r} is not one of bf16, int8")
     if activations == "int8" and x.shape[0] <= kernel.ROWS:
         raise ValueError(f"quantised_linear: activations int8 is for more than {kernel.ROWS} rows, x has {x.shape[0]}")
+
+
+def _unfit(x: jax.Array, weight: QuantisedWeight, swiglu: bool) -> dict[str, str]:
+    """Why a GPU's kernels cannot take what the other forms do, by form."""
+    why = ""
+    if x.dtype != jnp.bfloat16:
+        why = f"quantised_linear: x {x.dtype} {x.shape} must be bfloat16 [rows, {weight.shape[0]}] on a GPU"
+    elif swiglu and weight.shape[1] % (2 * COLUMNS):
+        why = f"quantised_linear: swiglu needs N a multiple of {2 * COLUMNS} on a GPU, not {weight.shape[1]}"
+    return {"pallas": why, "triton": why}

@@ -225,7 +225,7 @@ def test_public_function_of_a_pair():
         assert relative(y, oracle(x, weight, norm)) < 4e-3
     with pytest.raises(ValueError, match="quantised_linear_pair: 17 rows, at most 16"):
         matmul.quantised_linear_pair(jnp.zeros((17, 700), BF16), *weights)
-    with pytest.raises(ValueError, match=r"x bfloat16 \(3, 700\) must be bfloat16 \[rows, 128\]"):
+    with pytest.raises(ValueError, match=r"x bfloat16 \(3, 700\) must be bfloat16 or float32 \[rows, 128\]"):
         matmul.quantised_linear_pair(x, weights[0], draw(cases.Case("", 128, 40))[1])
     with pytest.raises(ValueError, match="impl: 'triton' is not one of auto, pallas, xla, cpu"):
         matmul.quantised_linear_pair(x, *weights, impl="triton")
@@ -242,7 +242,8 @@ def test_public_function_on_a_cpu(rows):
 def test_bad_input_is_named():
     x, weight, norm, residual = draw(cases.Case("", 128, 128, norm=True, residual=True))
     for given, message in (
-        (dict(x=x.astype(jnp.float32)), r"x float32 \(16, 128\) must be bfloat16 \[rows, 128\]"),
+        (dict(x=x.astype(jnp.float16)), r"x float16 \(16, 128\) must be bfloat16 or float32 \[rows, 128\]"),
+        (dict(x=x.astype(jnp.float32), impl="pallas"), r"x float32 \(16, 128\) must be bfloat16 \[rows, 128\] on a GPU"),
         (dict(norm=norm[:64]), r"norm bfloat16 \(64,\) must be bfloat16 \[128\]"),
         (dict(residual=residual[:3]), r"residual bfloat16 \(3, 128\) must be bfloat16 \(16, 128\)"),
         (dict(activations="fp8"), "activations 'fp8' is not one of bf16, int8"),
@@ -251,8 +252,10 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             matmul.quantised_linear(**(dict(x=x, weight=weight) | given))
-    with pytest.raises(ValueError, match="swiglu needs N a multiple of 256, not 70"):
-        matmul.quantised_linear(x, draw(cases.Case("", 128, 70))[1], swiglu=True)
+    with pytest.raises(ValueError, match="swiglu needs N a multiple of 256 on a GPU, not 70"):
+        matmul.quantised_linear(x, draw(cases.Case("", 128, 70))[1], swiglu=True, impl="pallas")
+    with pytest.raises(ValueError, match="swiglu needs gate and up of one width, N is 71"):
+        matmul.quantised_linear(x, draw(cases.Case("", 128, 71))[1], swiglu=True)
     with pytest.raises(ValueError, match=r"bits: 3 is not one of \(4, 8\)"):
         matmul.quantise(jnp.zeros((64, 64)), bits=3)
     with pytest.raises(ValueError, match=r"group: 48 is not one of \(32, 64, 128\)"):

@@ -66,12 +66,12 @@ def test_arrays_are_those_of_the_quantiser(artifact, tensors):
 
 def test_the_quantised_model_takes_them(artifact):
     weights = ArtifactWeights(artifact.path)
-    model = TextModel(ModelConfig.from_hf(artifact.path), jnp.bfloat16, mtp=True, recipe=weights.recipe("cuda"))
+    model = TextModel(ModelConfig.from_hf(artifact.path), jnp.bfloat16, mtp=True, recipe=weights.recipe)
     told = []
     filled = weights.parameters(model, lambda done, total: told.append((done, total)))
     assert told[-1] == (artifact.nbytes, artifact.nbytes)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(filled))
-    without = TextModel(ModelConfig.from_hf(artifact.path), jnp.bfloat16, mtp=False, recipe=weights.recipe("cuda"))
+    without = TextModel(ModelConfig.from_hf(artifact.path), jnp.bfloat16, mtp=False, recipe=weights.recipe)
     assert len(jax.tree.leaves(weights.parameters(without, lambda *_: None))) < len(jax.tree.leaves(filled))
 
 

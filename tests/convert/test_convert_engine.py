@@ -1,4 +1,5 @@
-"""An engine over an artifact against an engine over a checkpoint of the numbers that the artifact stands for; the command."""
+"""An engine over an artifact against an engine over a checkpoint of the numbers that the artifact stands for, by XLA's operations,
+for which its weights are expanded; the command."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from ninfer_jax.text import Tokenizer
 from pallas_kernels.embedding import QuantisedRows, lookup
 from pallas_kernels.matmul import QuantisedWeight, dequantise
 
-ENGINE = EngineConfig(context=256, prefill_chunk=64, kv="f32", draft=2)
+ENGINE = EngineConfig(context=256, prefill_chunk=64, kv="f32", draft=2, kernels="xla")
 PROMPT = "Romeo. What lady is that, "
 
 
@@ -105,7 +106,10 @@ def test_plan_takes_the_formats_of_an_artifact(gptq):
     path = str(gptq[0].path)
     setup = _setup(path, None, "rtx4090", {"draft": 1})
     assert setup.recipe == stored_recipe(gptq[0]) and setup.recipe.overrides["layers.0.mlp.down_proj"].group == 32
-    assert _setup(path, None, "cpu", {}).recipe is None
+    assert _setup(path, None, "cpu", {"kernels": "xla"}).recipe is None
+    assert _setup(path, None, "cpu", {"kernels": "cpu"}).recipe == setup.recipe
+    with pytest.raises(ValueError, match="--recipe q4: XLA's operations on a CPU have their weights expanded to --dtype"):
+        _setup("qwen3_8_27b", "q4", "cpu", {"kernels": "xla", "context": 8192})
     with pytest.raises(ValueError, match="is an artifact"):
         _setup(path, "q4", "rtx4090", {})
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import head_candidates, linear, quantised, quantised_linear, quantised_linear_pair
+from pallas_kernels.matmul import cpu_prefill, head_candidates, linear, quantised, quantised_linear, quantised_linear_pair
 
 EPS = 1e-6
 K, N = 154, 108  # neither is a multiple of 8
@@ -89,6 +89,49 @@ def test_a_product_of_codes_is_that_of_float64_and_16_bit_activations(bits, grou
     if swiglu:
         lost = lost.max(axis=1, keepdims=True) * (1.1 * np.abs(want).max() + 8)
     assert (np.abs(y - want) <= lost + 2**-20 * size + 2**-23 * np.abs(want)).all()
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=lambda p: "+".join(p) or "plain")
+@pytest.mark.parametrize("bits, group, whole", [(4, 64, True), (4, 32, False), (8, 128, False)])
+def test_many_rows_are_multiplied_by_the_numbers_that_codes_stand_for(bits, group, whole, parts, monkeypatch):
+    k, n, rows = 300, 256 if "swiglu" in parts else 200, 40
+    rng = np.random.default_rng(k)
+    x, _, options = inputs(k, n, 24, **parts)
+    x = jnp.concatenate([x, x])[:rows]
+    if "norm" in options:
+        options["norm"] = options["norm"].astype(jnp.bfloat16)
+    swiglu = options.pop("swiglu")
+    if "residual" in options:
+        options["residual"] = jnp.asarray(rng.standard_normal((rows, n // 2 if swiglu else n)), jnp.float32)
+    weight = stored(k, n, bits, group)
+    monkeypatch.setattr(cpu_prefill, "BLOCK_BYTES", 4 * weight.tiles * weight.tile * (1000 if whole else 64))
+    out = n // 2 if swiglu else n
+    assert (cpu_prefill.block_columns(weight, out) == out) == whole
+    y = jax.jit(functools.partial(quantised_linear, impl="cpu", swiglu=swiglu, out_dtype=jnp.float32))(x, weight, **options)
+    want, size = exact(x, np.asarray(quantised.dequantise(weight), np.float64).T, swiglu=swiglu, **options)
+    # As for float32 weights, and two roundings of each number.
+    assert (np.abs(y - want) <= (k + 16) * 2**-24 * size + 2**-23 * np.abs(want)).all()
+
+
+def test_many_rows_never_expand_a_whole_weight():
+    k, n = 4096, 16_384  # 256 MB in float32
+    weight = quantised.structure(k, n, 4, 64)
+    run = functools.partial(quantised_linear, impl="cpu", swiglu=True, out_dtype=jnp.float32)
+    x = jax.ShapeDtypeStruct((64, k), jnp.float32)
+    needed = jax.jit(run).lower(x, weight).compile().memory_analysis().temp_size_in_bytes
+    assert needed < 2 * cpu_prefill.BLOCK_BYTES + 4 * 64 * (3 * k + 2 * n)
+
+
+def test_float32_activations_give_float32():
+    x, _, options = inputs(300, 200, 5, residual=True)
+    weight = stored(300, 200, 4, 32)
+    want, size = exact(x, np.asarray(quantised.dequantise(weight), np.float64).T, residual=options["residual"])
+    for impl, lost in (("cpu", 2**-15), ("xla", 2**-20)):
+        y = jax.jit(functools.partial(quantised_linear, impl=impl, out_dtype=jnp.float32))(x, weight, residual=options["residual"])
+        assert (np.abs(y - want) <= lost * size + 2**-22 * np.abs(want)).all()
+    for impl in ("pallas", "triton"):
+        with pytest.raises(ValueError, match=r"x float32 \(5, 300\) must be bfloat16 \[rows, 300\] on a GPU"):
+            quantised_linear(x, weight, impl=impl)
 
 
 def test_a_pair_is_two_products_and_candidates_are_the_largest_logits():

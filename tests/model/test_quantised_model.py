@@ -14,6 +14,7 @@ from ninfer_jax.config import FULL, LINEAR, EngineConfig, ModelConfig, Recipe, W
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.model import TextModel, fill, fill_arrays, parameters_of, split_model
 from ninfer_jax.programs import PrefillInputs, Programs, admission
+from ninfer_jax.programs.setup import resolve
 from ninfer_jax.state import allocate_state, state_shape
 from pallas_kernels import launch
 from pallas_kernels.embedding import QuantisedRows, lookup
@@ -151,9 +152,11 @@ def test_launches_of_a_delta_layer(models, rows, launches):
     assert re.findall(r"\bname=(w[48]_\w+)", str(traced)) == launches
 
 
-def test_a_recipe_needs_bfloat16_and_a_head_of_its_own():
-    with pytest.raises(ValueError, match="recipe test: needs bfloat16"):
-        TextModel(CONFIG, jnp.float32, mtp=False, recipe=RECIPE)
+def test_a_recipe_needs_a_head_of_its_own_and_on_a_card_bfloat16():
+    engine = EngineConfig(context=256, dtype="float32")
+    with pytest.raises(ValueError, match="dtype is float32: weights of 4 and 8 bits need bfloat16 on a card"):
+        resolve(CONFIG, 290, engine, "cuda", RECIPE)
+    assert resolve(CONFIG, 290, dataclasses.replace(engine, kernels="cpu"), "cpu", RECIPE).recipe == RECIPE
     with pytest.raises(ValueError, match="needs an output head of its own"):
         TextModel(dataclasses.replace(CONFIG, tied_embeddings=True), jnp.bfloat16, mtp=False, recipe=RECIPE)
 
