@@ -55,6 +55,7 @@ GROUPS = {
         "engine/test_sigint.py",
         "engine/test_steady_memory.py",
         "engine/test_without_tokenizer.py",
+        "programs/test_stored_kernels.py",
     ),
 }
 # Products, whose tests have nothing in common.

@@ -64,7 +64,7 @@ class Setup:
             "prefill_chunk": self.chunk,
             "dtype": str(jnp.dtype(shape.dtype)),
             "rows_together": shape.rows_together,
-            **({"kernels": self.kernels} if self.kernels != "xla" else {}),
+            **({"kernels": self.kernels} if self.platform == "cpu" else {}),
             "token_ids": self.valid_ids,
             "model": model,
             "weights": self._formats(set(programs.roles())),

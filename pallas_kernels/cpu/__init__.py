@@ -45,16 +45,18 @@ import numpy as np
 from pallas_kernels.cpu import machine
 from pallas_kernels.cpu.machine import here
 
-__all__ = ["Kernel", "assembly", "here", "kernel", "registered"]
+__all__ = ["Kernel", "assembly", "called", "here", "install", "kernel", "object_code"]
 
-_targets: list[str] = []
+_NAME = re.compile(r"ninfer\.(\w+)\.[0-9a-f]{32}")
+_targets: dict[str, bytes] = {}  # name -> its object code
 _lock = threading.Lock()
 
 
 class Kernel:
     """A compiled kernel, called with arrays as they were described; returns a tuple of results.
 
-    target: the name it is registered under, which carries a digest of its code, the CPU's name and features and LLVM's version.
+    target: the name it is registered under, with a digest of all that its code depends on: LLVM's text (shapes, formats and
+    FFI offsets are constants in it), the CPU's name and features, LLVM's version and how it is asked to optimise.
     """
 
     def __init__(self, target: str, arguments: Sequence[Any], results: Sequence[Any], kept: int, aliases: Mapping[int, int]):
@@ -94,17 +96,39 @@ def kernel(
     target = f"ninfer.{symbol}.{machine.digest(source)}"
     with _lock:
         if target not in _targets:
-            address = machine.function(symbol, source)
-            capsule = jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address))
-            jax.ffi.register_ffi_target(target, capsule, platform="cpu")
-            _targets.append(target)
+            _register(target, symbol, machine.object_code(source))
     # The same code may serve other shapes: a leading axis that nothing depends on is not in it.
     return Kernel(target, arguments, [*results, *workspace], len(results), aliases or {})
 
 
-def registered() -> tuple[str, ...]:
-    """The targets made so far: what compiled programs may call."""
-    return tuple(_targets)
+def called(program: str) -> list[str]:
+    """The targets that an optimised program calls, by its text (`Compiled.as_text()`), sorted."""
+    return sorted({m[0] for m in _NAME.finditer(program)})
+
+
+def object_code(target: str) -> bytes:
+    """The machine code that a target of this process stands for; KeyError where there is none of that name."""
+    return _targets[target]
+
+
+def install(target: str, code: bytes) -> None:
+    """Registers a target with the `object_code` that another process had for it, so that a program compiled there can call it.
+
+    Nothing is compiled. The code runs with this process' rights: take it only from where programs are taken from, its digest
+    checked. ValueError for a name that is no target's; RuntimeError where kernels cannot run here.
+    """
+    if not (named := _NAME.fullmatch(target)):
+        raise ValueError(f"{target!r} is no CPU kernel's name")
+    with _lock:
+        if target not in _targets:
+            _register(target, named[1], code)
+
+
+def _register(target: str, symbol: str, code: bytes) -> None:
+    address = machine.load(symbol, code)
+    capsule = jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address))
+    jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    _targets[target] = code
 
 
 def assembly(name: str, build: Callable[..., None], arguments: Sequence[Any], results: Sequence[Any], **options: Any) -> str:

@@ -26,6 +26,11 @@ _alive: list[object] = []  # engines own the code they made
 # Code and constants of a kernel lie where the process has room, and in one that has mapped gigabytes that may be further apart
 # than the 2 GiB that the smaller models reach: LLVM's loader then ends the process.
 _CODE_MODEL = "large"
+_LEVEL = 3
+# Vectors are spelled out; these two would only make more code of the loops around them.
+_OFF = ("loop_vectorization", "slp_vectorization")
+# Features by which LLVM picks instructions; others (rdpru, xsaves, ...) come and go with systems and are in no kernel.
+_PICKED = re.compile(r"\+(sse|ssse|avx|amx|fma|f16c|bmi|lzcnt|popcnt|movbe|adx|gfni|vaes|vpclmul|xop|tbm)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,10 @@ class Machine:
 
     def has(self, *features: str) -> bool:
         return {f"+{f}" for f in features} <= set(self.features.split(","))
+
+    def instructions(self) -> list[str]:
+        """The features that machine code may use, by LLVM's names without the sign."""
+        return [f[1:] for f in self.features.split(",") if _PICKED.match(f)]
 
     def key(self) -> str:
         return "\n".join(dataclasses.astuple(self))
@@ -76,8 +85,8 @@ def _limited(features: dict[str, bool], cpu: str, isa: str) -> tuple[dict[str, b
     return {k: v for k, v in features.items() if not re.search(dropped, k)}, "x86-64"
 
 
-def function(name: str, source: str) -> int:
-    """The address of function `name` of LLVM module `source`, optimised for this machine; from the cache where it is there."""
+def object_code(source: str) -> bytes:
+    """Machine code of LLVM module `source`, optimised for this machine; from the cache where it is there."""
     machine = here()
     key = digest(source)
     folder = _cache()
@@ -86,12 +95,12 @@ def function(name: str, source: str) -> int:
     if code is None:
         code = _compile(source, machine)
         _write(path, code)
-    return load(name, code)
+    return code
 
 
 def digest(source: str) -> str:
-    """Digest of all that the code of a module depends on: its text, the machine, LLVM."""
-    return hashlib.sha256(f"{here().key()}\n{_CODE_MODEL}\n{source}".encode()).hexdigest()[:32]
+    """Digest of all that the code of a module depends on: its text, the machine, LLVM and what is asked of it."""
+    return hashlib.sha256(f"{here().key()}\n{_CODE_MODEL} {_LEVEL} {_OFF}\n{source}".encode()).hexdigest()[:32]
 
 
 def load(name: str, code: bytes) -> int:
@@ -126,9 +135,9 @@ def _optimised(source: str, machine: Machine):
         module = binding.parse_assembly(source)
         module.verify()
         target = _target(machine)
-        options = binding.create_pipeline_tuning_options(speed_level=3)
-        # Vectors are spelled out; these two would only make more code of the loops around them.
-        options.loop_vectorization = options.slp_vectorization = False
+        options = binding.create_pipeline_tuning_options(speed_level=_LEVEL)
+        for name in _OFF:
+            setattr(options, name, False)
         passes = binding.create_pass_builder(target, options)
         passes.getModulePassManager().run(module, passes)
     except RuntimeError as e:
@@ -139,7 +148,7 @@ def _optimised(source: str, machine: Machine):
 def _target(machine: Machine):
     target = _binding().Target.from_triple(machine.triple)
     return target.create_target_machine(
-        opt=3, cpu=machine.cpu, features=machine.features, reloc="pic", codemodel=_CODE_MODEL, jit=True
+        opt=_LEVEL, cpu=machine.cpu, features=machine.features, reloc="pic", codemodel=_CODE_MODEL, jit=True
     )
 
 

@@ -166,14 +166,14 @@ def test_kept_code_is_used_again_and_damaged_code_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_compile", lambda *a: compiled.append(1) or whole(*a))
     source = "define i64 @nine() { ret i64 9 }"
     try:
-        assert machine.function("nine", source) and machine.function("nine", source)
+        assert machine.object_code(source) == machine.object_code(source)
         assert len(compiled) == 1
         [kept] = (tmp_path / "ninfer_jax" / "cpu").iterdir()
         assert kept.stat().st_mode & 0o077 == 0 and kept.parent.stat().st_mode & 0o077 == 0
         data = bytearray(kept.read_bytes())
         data[40] ^= 1
         kept.write_bytes(data)
-        assert machine.function("nine", source)
+        assert machine.load("nine", machine.object_code(source))
         assert len(compiled) == 2
     finally:
         machine._cache.cache_clear()
