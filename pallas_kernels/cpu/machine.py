@@ -1,4 +1,4 @@
-"""LLVM on this machine: what it compiles for, compiled code kept between runs, functions by address.
+"""LLVM on this machine: what it compiles for, machine code, functions by address.
 
 `XLA_FLAGS=--xla_cpu_max_isa=AVX2` holds for kernels as it does for XLA's own code.
 """
@@ -9,16 +9,13 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
-import logging
 import os
 import platform
 import re
-import stat
-import tempfile
 import threading
-from pathlib import Path
 
-_log = logging.getLogger(__name__)
+from pallas_kernels.cpu import kept
+
 _NEEDED = ("avx2", "fma", "f16c", "bmi2")
 _INSTEAD = "choose kernels: xla"
 _lock = threading.Lock()
@@ -87,14 +84,11 @@ def _limited(features: dict[str, bool], cpu: str, isa: str) -> tuple[dict[str, b
 
 def object_code(source: str) -> bytes:
     """Machine code of LLVM module `source`, optimised for this machine; from the cache where it is there."""
-    machine = here()
     key = digest(source)
-    folder = _cache()
-    path = folder / f"{key}.o" if folder else None
-    code = _read(path)
+    code = kept.read(key)
     if code is None:
-        code = _compile(source, machine)
-        _write(path, code)
+        code = _compile(source, here())
+        kept.write(key, code)
     return code
 
 
@@ -158,40 +152,3 @@ def _binding():
     except ImportError as e:
         raise RuntimeError(f"CPU kernels need llvmlite ({e}); pip install llvmlite, or {_INSTEAD}") from e
     return binding
-
-
-@functools.cache
-def _cache() -> Path | None:
-    """The folder of compiled code, for this user alone; None, with a warning, where there can be none."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ninfer_jax" / "cpu"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        info = folder.stat()
-        if info.st_uid != os.getuid():
-            raise PermissionError("it belongs to somebody else")
-        if stat.S_IMODE(info.st_mode) & 0o022:
-            folder.chmod(0o700)
-    except OSError as e:
-        _log.warning("compiled CPU kernels are not kept: %s: %s", folder, e)
-        return None
-    return folder
-
-
-def _read(path: Path | None) -> bytes | None:
-    """The code in a file of the cache, whose first 32 bytes are the digest of the rest; None where it is missing or damaged."""
-    try:
-        data = path.read_bytes() if path else b""
-    except OSError:
-        return None
-    return data[32:] if len(data) > 32 and hashlib.sha256(data[32:]).digest() == data[:32] else None
-
-
-def _write(path: Path | None, code: bytes) -> None:
-    if path is None:
-        return
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # of mode 0600
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
-    except OSError as e:
-        _log.warning("a compiled CPU kernel is not kept: %s: %s", path, e)
