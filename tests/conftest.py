@@ -56,6 +56,7 @@ GROUPS = {
         "engine/test_steady_memory.py",
         "engine/test_stored_weights.py",
         "engine/test_without_tokenizer.py",
+        "programs/test_stored_kernels.py",
     ),
 }
 # Products, whose tests have nothing in common.

@@ -57,7 +57,9 @@ def write(path: Path, config: dict[str, Any], name: str, seed: int) -> Artifact:
         entries |= {parameter_key(spec): entry(spec, "quantised" if spec.stored else "kept", digests) for spec in own}
     about = {"recipe": recipe(name).as_json(), "notes": ["random numbers"], "config": read_object(path / "config.json")}
     whole = {"format": FORMAT, "version": VERSION, "complete": True, **about, "source": {"format": "random", "files": {}}}
-    write_json(path / MANIFEST, {**whole, "files": small, "packages": {}, "parameters": {k: entries[k] for k in map(parameter_key, specs)}})
+    write_json(
+        path / MANIFEST, {**whole, "files": small, "packages": {}, "parameters": {k: entries[k] for k in map(parameter_key, specs)}}
+    )
     return Artifact.open(path)
 
 

@@ -26,7 +26,7 @@ Tell = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Settings:
     """Settings that a cell's result depends on beside the cell. model: directory name; weights: fingerprint of its files; corpus:
-    its name."""
+    its name; kernels: "auto" on a card."""
 
     model: str
     weights: str
@@ -35,6 +35,7 @@ class Settings:
     repeats: int
     prefill_chunk: int
     dtype: str
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         if self.warmup < 0 or self.repeats < 1:
@@ -107,6 +108,7 @@ class Bench:
                     kv=group.kv,
                     prefill_chunk=self._given.prefill_chunk,
                     dtype=self._given.dtype,
+                    kernels=self._given.kernels,
                 )
             )
         except ValueError as error:

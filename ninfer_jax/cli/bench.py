@@ -44,6 +44,7 @@ def bench(
     ] = None,
     prefill_chunk: common.Chunk = None,
     dtype: common.Dtype = "auto",
+    kernels: common.Kernels = "auto",
     no_verify: common.NoVerify = False,
     json_file: Annotated[Path | None, common.path_option("Keep the results here, written after every cell.", "--json")] = None,
     resume: Annotated[
@@ -63,7 +64,7 @@ def bench(
         lists: dict[str, list] = {name: _integers(name, text) for name, text in given.items()}
         lists["context"] = [None] if context is None else _integers("context", context)
         path, files = model_path(model), _Files(json_file, resume, csv_file, plot, compare)
-        shapes = {"warmup": warmup, "repeats": repeats, "prefill_chunk": prefill_chunk, "dtype": dtype}
+        shapes = {"warmup": warmup, "repeats": repeats, "prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
         _run(console, path, lists, kv, shapes, corpus, files, not no_verify)
 
 
@@ -105,12 +106,14 @@ def _run(
     from ninfer_jax.programs.setup import resolve
     from ninfer_jax.text import Tokenizer
 
-    engine = EngineConfig(prefill_chunk=shapes["prefill_chunk"], dtype=shapes["dtype"])
+    engine = EngineConfig(**{field: shapes[field] for field in ("prefill_chunk", "dtype", "kernels")})
     geometry, tokenizer = ModelConfig.from_hf(path), Tokenizer.from_dir(path)
     allocator.reserve(None)  # before the next line starts JAX: engines of several sizes follow one another
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
     setup = resolve(geometry, tokenizer.vocab_size, engine, platform)
     shapes["prefill_chunk"] = setup.chunk
+    if platform == "cpu":
+        shapes["kernels"] = setup.kernels  # rows of other kernels are no rows of these
     formats = _items("kv", kv) if kv is not None else [setup.shape.kv]
     wanted = matrix.cells(
         prompts=lists["prompt"],

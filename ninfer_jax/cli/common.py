@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ninfer_jax.cli.entry import INTERRUPTED
 from ninfer_jax.config import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PRESETS, RECIPES
-from ninfer_jax.config.engine import DTYPES
+from ninfer_jax.config.engine import DTYPES, KERNELS
 from ninfer_jax.files import printable
 from ninfer_jax.model_path import TINY
 from pallas_kernels.kv_formats import FORMATS, PAGE
@@ -53,6 +53,7 @@ Chunk = Annotated[
     int | None, _Option(help=f"Tokens of one prefill call, a multiple of {PAGE}; default: 1024 on a card, 512 on a CPU.")
 ]
 Dtype = Annotated[str, _Option(help=f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")]
+Kernels = Annotated[str, _Option(help=f"On a CPU: {', '.join(f'{name} ({words})' for name, words in KERNELS.items())}.")]
 NoVerify = Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")]
 NoTokenizer = Annotated[
     bool, _Option("--no-tokenizer", help="Do without a tokenizer: token ids alone, as many as the output head has rows.")

@@ -74,6 +74,7 @@ def evaluate(
     max_new: Annotated[int | None, _Option(min=1, help="acceptance: tokens of each.")] = None,
     prefill_chunk: common.Chunk = None,
     dtype: common.Dtype = "auto",
+    kernels: common.Kernels = "auto",
     no_verify: common.NoVerify = False,
     as_json: Annotated[Path | None, common.path_option("Write all figures to this file.", "--json")] = None,
     plot: Annotated[Path | None, common.path_option("Write a picture into this directory.", metavar="DIRECTORY")] = None,
@@ -108,7 +109,8 @@ def evaluate(
         if plot is not None:
             new_directory(plot, label="--plot ")
         content = read_text(text, label="--text ")
-        job = Job(console, path, content, formats, prefill_chunk, dtype, not no_verify)
+        shapes = {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
+        job = Job(console, path, content, formats, shapes, not no_verify)
         rows = MEASURES[measure.value](job, options, plot)
         about = {
             "measure": measure.value,
@@ -156,9 +158,7 @@ def _numbers(name: str, text: str, kind: type) -> list:
 class Job:
     """The common ground of all measures: engines one at a time, so that one card is enough, and the text in tokens."""
 
-    def __init__(
-        self, console: Console, path: Path, text: str, formats: list[str | None], chunk: int | None, dtype: str, verify: bool
-    ):
+    def __init__(self, console: Console, path: Path, text: str, formats: list[str | None], shapes: dict[str, Any], verify: bool):
         from ninfer_jax.engine import allocator
         from pallas_kernels.kv_codecs import check_format
 
@@ -169,7 +169,7 @@ class Job:
                 check_format(kv)
         self.console, self.text, self.formats = console, text, formats
         self.path = path
-        self._shapes = {"prefill_chunk": chunk, "dtype": dtype}
+        self._shapes = shapes
         self._verify, self.device = verify, ""
 
     def load(self, kv: str | None, context: int, draft: int = 0, path: Path | None = None) -> Engine:

@@ -42,6 +42,7 @@ def generate(
     draft: common.Draft = 0,
     slots: common.Slots = 1,
     dtype: common.Dtype = "auto",
+    kernels: common.Kernels = "auto",
     pool: common.Pool = None,
     prefill_chunk: common.Chunk = None,
     programs: Annotated[
@@ -80,6 +81,7 @@ def generate(
             "draft": draft,
             "slots": slots,
             "dtype": dtype,
+            "kernels": kernels,
             "pool": pool,
             "prefill_chunk": prefill_chunk,
             "tokenizer": None if no_tokenizer else "auto",
@@ -165,6 +167,7 @@ def _header(name: str, engine: Engine) -> str:
     return (
         f"{name} on {engine.device} ({engine.programs.platform}), {shape.dtype}, context {shape.context}, "
         f"kv {shape.kv}, draft {shape.draft}, slots {shape.slots}"
+        + (f", kernels {engine.programs.kernels or 'xla'}" if engine.programs.platform == "cpu" else "")
     )
 
 

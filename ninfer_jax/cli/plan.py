@@ -39,13 +39,14 @@ def plan(
     pool: common.Pool = None,
     prefill_chunk: common.Chunk = None,
     dtype: common.Dtype = "auto",
+    kernels: common.Kernels = "auto",
     no_tokenizer: common.NoTokenizer = False,
     as_json: Annotated[bool, _Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compile for a card that need not be here and say where every byte goes. Exit 3 if it does not fit, without compiling
     if weights, pages and states alone do not."""
     console = common.stderr_console()
-    shapes = _shapes(context, kv, draft, slots, pool, prefill_chunk, dtype, no_tokenizer)
+    shapes = _shapes(context, kv, draft, slots, pool, prefill_chunk, dtype, kernels, no_tokenizer)
     with common.one_line_errors(console, also=(RuntimeError,)):
         from ninfer_jax.programs.plan import make_plan
 
@@ -76,12 +77,13 @@ def compile_programs(
     pool: common.Pool = None,
     prefill_chunk: common.Chunk = None,
     dtype: common.Dtype = "auto",
+    kernels: common.Kernels = "auto",
     no_tokenizer: common.NoTokenizer = False,
     report: Annotated[Path | None, common.path_option("Write the compiled facts as JSON.")] = None,
 ) -> None:
     """Compile all programs of a configuration and write them for `generate --programs`."""
     console = common.stderr_console()
-    shapes = _shapes(context, kv, draft, slots, pool, prefill_chunk, dtype, no_tokenizer)
+    shapes = _shapes(context, kv, draft, slots, pool, prefill_chunk, dtype, kernels, no_tokenizer)
     facts = {}
     with common.one_line_errors(console, also=(RuntimeError,)):
         from ninfer_jax.programs.executables import check_place, writing
@@ -120,11 +122,12 @@ def _shapes(
     pool: int | None,
     prefill_chunk: int | None,
     dtype: str,
+    kernels: str,
     no_tokenizer: bool,
 ) -> dict[str, Any]:
     """The arguments of `EngineConfig`."""
     sizes = {"context": context, "draft": draft, "slots": slots, "pool": pool, "prefill_chunk": prefill_chunk}
-    return sizes | {"kv": kv, "dtype": dtype, "tokenizer": None if no_tokenizer else "auto"}
+    return sizes | {"kv": kv, "dtype": dtype, "kernels": kernels, "tokenizer": None if no_tokenizer else "auto"}
 
 
 def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) -> Setup:
@@ -198,6 +201,8 @@ def _show(console: Console, made: Plan, setup: Setup) -> None:
     shape = setup.shape
     pool = f"{shape.pool_tokens:,} tokens"
     title = f"{made.target}: context {shape.context:,}, kv {shape.kv}, draft {shape.draft}, slots {shape.slots}, pool {pool}"
+    if made.target == "cpu":
+        title += f", kernels {setup.kernels}"
     table = Table(title=title, title_justify="left")
     for column in ("what", "bytes", "GiB", "how known"):
         table.add_column(column, justify="right" if column in ("bytes", "GiB") else "left")

@@ -11,7 +11,8 @@ MAX_CONTEXT = 262_144
 MAX_DRAFT = 5
 MAX_SLOTS = 4
 DTYPES = ("auto", "float32", "bfloat16")
-KERNELS = ("auto", "cpu", "xla")
+# Whose kernels a CPU runs -> what help texts say of them.
+KERNELS = {"auto": "what suits the device", "cpu": "compiled by LLVM for this CPU", "xla": "XLA's own operations"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Programs as files: compiled on one machine, loaded on another without tracing or compiling anything.
 
-A serialised executable is a pickle. It is read only from the directory that the user named, and only after its digest and
-everything that it was compiled from and for (`provenance`) have been found equal to what is here and now.
+A serialised executable is a pickle, and a CPU's may call kernels whose machine code lies beside it (`kernel_files`). Both are
+read only from the directory that the user named, and only after their digests and everything that they were compiled from and
+for (`provenance`) have been found equal to what is here and now.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from ninfer_jax.programs import provenance
 from ninfer_jax.programs.card import Compilation, compile_program, facts_of
+from ninfer_jax.programs.kernel_files import SUFFIX, listed_kernels, write_kernels
 from ninfer_jax.programs.programs import ALWAYS, SERVING, Programs
 from ninfer_jax.programs.setup import Setup
-from pallas_kernels import targets
+from pallas_kernels import cpu, targets
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -43,11 +45,11 @@ def compile_to(
     programs, names = setup.programs(), list(names)
     out = check_place(directory, target)
     # Before a line of it is traced: what is edited while minutes pass is not in these programs.
-    made_of, configuration = provenance.made_of(target), setup.configuration(programs)
+    made_of, configuration = provenance.made_of(target, kernels=setup.kernels), setup.configuration(programs)
     with writing(out):
         (out / MANIFEST).unlink(missing_ok=True)
     facts: dict[str, tuple[Compilation, int]] = {}
-    entries = {}
+    entries: dict[str, dict[str, Any]] = {}
     for done, name in enumerate(names):
         if progress:
             progress(name, done, len(names))
@@ -68,15 +70,20 @@ def compile_to(
             "compile_s": round(time.perf_counter() - start, 3),
         }
         entries[name] |= {k: v for k, v in compilation.json().items() if k not in ("name", "target", "compile_s")}
+        if setup.kernels == "cpu":
+            entries[name]["calls"] = cpu.called(compiled.as_text())
         del compiled, payload
+    with writing(out):
+        kernels = write_kernels(out, (call for entry in entries.values() for call in entry.get("calls", ())))
     manifest = {
         "format": FORMAT,
         **made_of,
         "device": _device_name(target),
         "python": machine.python_version(),
-        "needs": provenance.needs(target),
+        "needs": provenance.needs(target, setup.kernels),
         "configuration": configuration,
         "programs": entries,
+        **({"kernels": kernels} if kernels else {}),
     }
     with writing(out / (MANIFEST + ".new")) as temporary:
         temporary.write_text(json.dumps(manifest, indent=1) + "\n")
@@ -124,8 +131,8 @@ class StoredPrograms:
     """Executables that were found to go with an engine and with the device that is here, not unpickled yet; made by `open`.
     workspace_bytes: the largest of a program that serves, as its compiler said."""
 
-    def __init__(self, payloads: Mapping[str, bytes], workspace_bytes: int):
-        self._payloads, self.workspace_bytes = payloads, workspace_bytes
+    def __init__(self, payloads: Mapping[str, bytes], workspace_bytes: int, kernels: Mapping[str, bytes]):
+        self._payloads, self.workspace_bytes, self._kernels = payloads, workspace_bytes, kernels
 
     @classmethod
     def open(cls, directory: Path, setup: Setup, programs: Programs) -> StoredPrograms:
@@ -145,9 +152,9 @@ class StoredPrograms:
         if manifest.get("format") != FORMAT:
             raise ValueError(f"{file}: format is {manifest.get('format')} in the programs, {FORMAT} here; {again}")
         configuration = manifest.get("configuration")
-        different = provenance.differences(
-            manifest, provenance.made_of(target, 0 if target == "cpu" else provenance.running_cuda(device))
-        ) + provenance.differences(configuration if isinstance(configuration, dict) else {}, setup.configuration(programs))
+        cuda = 0 if target == "cpu" else provenance.running_cuda(device)
+        different = provenance.differences(configuration if isinstance(configuration, dict) else {}, setup.configuration(programs))
+        different = provenance.differences(manifest, provenance.made_of(target, cuda, setup.kernels)) + different
         if different:
             # The layout follows from the rest: it is worth a word only where nothing else is different.
             named = [d for d in different if not d.startswith("layout ")][:_NAMED] or different
@@ -158,15 +165,22 @@ class StoredPrograms:
             entries = {name: manifest["programs"][name] for name in ALWAYS}
             workspace = max(int(entries[name]["workspace_bytes"]) for name in SERVING)
             digests = {name: str(entry["sha256"]) for name, entry in entries.items()}
+            kernels = dict(listed_kernels(manifest, entries))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{file}: {_missing(error, manifest)}; {again}") from None
         if reason:
             raise ValueError(f"{file}: {reason}")
-        return cls({name: _payload(folder / f"{name}.bin", sha256, again) for name, sha256 in digests.items()}, workspace)
+        return cls(
+            {name: _payload(folder / f"{name}.bin", sha256, again) for name, sha256 in digests.items()},
+            workspace,
+            {target: _payload(folder / (target + SUFFIX), sha256, again) for target, sha256 in kernels.items()},
+        )
 
     def adopt(self, programs: Programs) -> None:
-        """Give `programs` these executables."""
+        """Give `programs` these executables, and XLA the kernels that they call."""
         device = jax.devices()[0]
+        for target, code in self._kernels.items():
+            cpu.install(target, code)
         for name, payload in self._payloads.items():
             # The trees are this code's own and need not be read from a file.
             trees = jax.tree.structure((programs.source(name)[1], {})), jax.tree.structure(programs.result(name))
@@ -198,8 +212,8 @@ def read_manifest(file: Path, again: str = "compile programs with `ninfer-jax co
 def compile_command(setup: Setup, target: str, out: Path | str, model: str = "MODEL") -> str:
     """The command that compiles programs for an engine of this configuration."""
     facts = setup.configuration(setup.programs())
-    fields = ("context", "slots", "pool", "draft", "kv", "prefill_chunk", "dtype")
-    options = [f"--{field.replace('_', '-')} {facts[field]}" for field in fields]
+    fields = ("context", "slots", "pool", "draft", "kv", "prefill_chunk", "dtype", "kernels")
+    options = [f"--{field.replace('_', '-')} {facts[field]}" for field in fields if field in facts]
     if setup.valid_ids == setup.model.vocab_size:  # as without a tokenizer, or with one that names every row
         options.append("--no-tokenizer")
     return f"ninfer-jax compile {model} --target {target} {' '.join(options)} --out {shlex.quote(str(out))}"
@@ -220,4 +234,4 @@ def _device_name(target: str) -> str:
 
 
 def _only_programs(folder: Path) -> bool:
-    return all(f.suffix == ".bin" or f.name.startswith(MANIFEST) for f in folder.iterdir())
+    return all(f.suffix in (".bin", SUFFIX) or f.name.startswith(MANIFEST) for f in folder.iterdir())

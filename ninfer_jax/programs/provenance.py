@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import deviceless, driver, tuned
+from pallas_kernels import cpu, deviceless, driver, tuned
 
 # The folders whose code is traced, or says with what constants: every file of theirs but those below.
 SOURCES = (
@@ -32,7 +32,7 @@ SOURCES = (
 )
 # What handles programs, looks at them or tries kernels alone. Tuned sizes have a field of their own.
 LEFT_OUT = re.compile(
-    r"ninfer_jax/config/presets\.py|ninfer_jax/programs/(card|compilations|executables|plan|provenance|setup)\.py"
+    r"ninfer_jax/config/presets\.py|ninfer_jax/programs/(card|compilations|executables|kernel_files|plan|provenance|setup)\.py"
     r"|pallas_kernels/((lab|targets|tuned)/.*|(.*/)?(triton_)?cases\.py|(deviceless|driver|inspect)\.py)"
 )
 # Instruction sets that compilers choose by; a processor's other flags come and go with kernels and hypervisors.
@@ -40,9 +40,9 @@ _VECTORS = re.compile(r"sse4|avx|amx|fma|f16c|bmi|asimd|sve|i8mm|bf16")
 _WIDEST = re.compile(r"avx512|amx|avx10")
 
 
-def made_of(target: str, cuda: int = deviceless.CUDA) -> dict[str, Any]:
+def made_of(target: str, cuda: int = deviceless.CUDA, kernels: str = "xla") -> dict[str, Any]:
     """The ingredients of a program that is compiled for `target` here and now, as JSON, without its configuration.
-    cuda: whose plugin compiles it, if for a card."""
+    cuda: whose plugin compiles it, if for a card; kernels: whose a CPU runs, as `Setup` has it."""
     sizes = {op: _digest(json.dumps(found, sort_keys=True)) for op, found in tuned.sizes(target).items()}
     found = {
         "target": target,
@@ -51,20 +51,29 @@ def made_of(target: str, cuda: int = deviceless.CUDA) -> dict[str, Any]:
         "code": code_digest(),
         "tuned": sizes,
     }
-    return found | ({"processor": machine.machine()} if target == "cpu" else {"plugin": plugin(cuda)})
+    if target != "cpu":
+        return found | {"plugin": plugin(cuda)}
+    llvm = {"llvmlite": f"{importlib.metadata.version('llvmlite')}, LLVM {cpu.here().llvm}"} if kernels == "cpu" else {}
+    return found | {"processor": machine.machine()} | llvm
 
 
-def needs(target: str) -> dict[str, Any]:
-    """The least that the machine which runs it must have: a driver for this CUDA, or these instruction sets."""
-    return {"instructions": instructions()} if target == "cpu" else {"cuda": deviceless.CUDA}
+def needs(target: str, kernels: str = "xla") -> dict[str, Any]:
+    """The least that the machine which runs it must have: a driver for this CUDA, or these instruction sets, those that
+    kernels of a CPU were compiled for by LLVM's names."""
+    if target != "cpu":
+        return {"cuda": deviceless.CUDA}
+    return {"instructions": instructions()} | ({"kernels": cpu.here().instructions()} if kernels == "cpu" else {})
 
 
 def refusal(written: Mapping[str, Any], device: jax.Device) -> str:  # pyright: ignore[reportInvalidTypeForm]
     """Why programs that need `written` cannot run here, and what to do; "" if they can. TypeError or KeyError for a damaged
     manifest."""
     if device.platform == "cpu":
-        missing = sorted(set(written["instructions"]) - set(instructions()))
-        return f"this processor has no {', '.join(missing)}, for which they were compiled; compile them on it" if missing else ""
+        missing = set(written["instructions"]) - set(instructions())
+        if kernels := set(written.get("kernels", ())):
+            missing |= kernels - set(cpu.here().instructions())
+        names = ", ".join(sorted(missing))
+        return f"this processor has no {names}, for which they were compiled; compile them on it" if missing else ""
     here, wanted = driver.cuda_version(), int(written["cuda"])
     if here is None or here[0] >= wanted:
         return ""

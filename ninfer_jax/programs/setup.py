@@ -64,7 +64,7 @@ class Setup:
             "pool": shape.pool_tokens,
             "prefill_chunk": self.chunk,
             "dtype": str(jnp.dtype(shape.dtype)),
-            **({"kernels": self.kernels} if self.kernels != "xla" else {}),
+            **({"kernels": self.kernels} if self.platform == "cpu" else {}),
             "token_ids": self.valid_ids,
             "model": model,
             "weights": self._formats(set(programs.roles())),

@@ -46,17 +46,19 @@ import numpy as np
 from pallas_kernels.cpu import machine
 from pallas_kernels.cpu.machine import KernelError, here
 
-__all__ = ["Kernel", "KernelError", "assembly", "check", "here", "kernel", "registered"]
+__all__ = ["Kernel", "KernelError", "assembly", "called", "check", "here", "install", "kernel", "object_code"]
 
-_targets: list[str] = []
-_written: dict[Any, str] = {}  # all that a kernel's text depends on -> its target: layers are alike, and writing takes 0.1 s
+_NAME = re.compile(r"ninfer\.(\w+)\.[0-9a-f]{32}")
+_made: dict[Any, Kernel] = {}
+_targets: dict[str, bytes] = {}  # name -> its object code
 _lock = threading.Lock()
 
 
 class Kernel:
     """A compiled kernel, called with arrays as they were described; returns a tuple of results.
 
-    target: the name it is registered under, which carries a digest of its code, the CPU's name and features and LLVM's version.
+    target: the name it is registered under, with a digest of all that its code depends on: LLVM's text (shapes, formats and
+    FFI offsets are constants in it), the CPU's name and features, LLVM's version and how it is asked to optimise.
     """
 
     def __init__(self, target: str, arguments: Sequence[Any], results: Sequence[Any], kept: int, aliases: Mapping[int, int]):
@@ -92,21 +94,19 @@ def kernel(
     arguments, results, workspace = (
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in group] for group in (arguments, results, workspace)
     )
-    key = _key(name, (build, before, after), (arguments, results, workspace), parts, aliases or {})
-    if key is not None and key in _written:
-        return Kernel(_written[key], arguments, [*results, *workspace], len(results), aliases or {})
+    made_of = _identity((name, build, arguments, results, parts, before, after, workspace, sorted((aliases or {}).items())))
+    if made_of in _made:
+        return _made[made_of]
     source, symbol = _source(name, build, arguments, [*results, *workspace], parts, before, after, aliases or {})
     target = f"ninfer.{symbol}.{machine.digest(source)}"
     with _lock:
         if target not in _targets:
-            address = machine.function(symbol, source)
-            capsule = jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address))
-            jax.ffi.register_ffi_target(target, capsule, platform="cpu")
-            _targets.append(target)
-    if key is not None:
-        _written[key] = target
+            _register(target, symbol, machine.object_code(source))
     # The same code may serve other shapes: a leading axis that nothing depends on is not in it.
-    return Kernel(target, arguments, [*results, *workspace], len(results), aliases or {})
+    made = Kernel(target, arguments, [*results, *workspace], len(results), aliases or {})
+    if made_of is not None:
+        _made[made_of] = made
+    return made
 
 
 def check() -> None:
@@ -117,27 +117,49 @@ def check() -> None:
     xla_ffi.layout()
 
 
-def _key(name: str, functions: Sequence[Any], shapes: Sequence[Sequence[Any]], parts: int, aliases: Mapping[int, int]) -> Any:
-    """What a kernel's text depends on, as a key; None where its functions keep something that cannot be compared."""
-
-    def known(function: Any) -> Any:
-        if isinstance(function, functools.partial):
-            return known(function.func), function.args, tuple(sorted(function.keywords.items()))
-        if getattr(function, "__closure__", None):
-            raise TypeError("a closure's variables")
-        return function
-
-    try:
-        key = name, tuple(map(known, functions)), tuple(map(tuple, shapes)), parts, tuple(sorted(aliases.items()))
-        hash(key)
-        return key
-    except TypeError:
+def _identity(x: Any) -> Any:
+    """A key for the same value another time: of layers alike, one need be written (34 ms each, measured on 2 cores, AVX-512).
+    None where a function may hold more than its name says."""
+    if isinstance(x, functools.partial):
+        x = (x.func, *x.args, *sorted(x.keywords.items()))
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.shape, np.dtype(x.dtype).name
+    if isinstance(x, (tuple, list)):
+        parts = tuple(_identity(y) for y in x)
+        return None if any(part is None for part in parts) else parts
+    if getattr(x, "__closure__", None) or getattr(x, "__self__", None) or x.__hash__ is None:
         return None
+    return type(x), x
 
 
-def registered() -> tuple[str, ...]:
-    """The targets made so far: what compiled programs may call."""
-    return tuple(_targets)
+def called(program: str) -> list[str]:
+    """The targets that an optimised program calls, by its text (`Compiled.as_text()`), sorted."""
+    return sorted({m[0] for m in _NAME.finditer(program)})
+
+
+def object_code(target: str) -> bytes:
+    """The machine code that a target of this process stands for; KeyError where there is none of that name."""
+    return _targets[target]
+
+
+def install(target: str, code: bytes) -> None:
+    """Registers a target with the `object_code` that another process had for it, so that a program compiled there can call it.
+
+    Nothing is compiled. The code runs with this process' rights: take it only from where programs are taken from, its digest
+    checked. ValueError for a name that is no target's; RuntimeError where kernels cannot run here.
+    """
+    if not (named := _NAME.fullmatch(target)):
+        raise ValueError(f"{target!r} is no CPU kernel's name")
+    with _lock:
+        if target not in _targets:
+            _register(target, named[1], code)
+
+
+def _register(target: str, symbol: str, code: bytes) -> None:
+    address = machine.load(symbol, code)
+    capsule = jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address))
+    jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    _targets[target] = code
 
 
 def assembly(name: str, build: Callable[..., None], arguments: Sequence[Any], results: Sequence[Any], **options: Any) -> str:

@@ -1,4 +1,4 @@
-"""LLVM on this machine: what it compiles for, compiled code kept between runs, functions by address.
+"""LLVM on this machine: what it compiles for, machine code, functions by address.
 
 `XLA_FLAGS=--xla_cpu_max_isa=AVX2` holds for kernels as it does for XLA's own code.
 """
@@ -9,16 +9,13 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
-import logging
 import os
 import platform
 import re
-import stat
-import tempfile
 import threading
-from pathlib import Path
 
-_log = logging.getLogger(__name__)
+from pallas_kernels.cpu import kept
+
 _NEEDED = ("avx2", "fma", "f16c", "bmi2")
 INSTEAD = "choose kernels='xla'"
 _lock = threading.Lock()
@@ -26,6 +23,11 @@ _alive: list[object] = []  # engines own the code they made
 # Code and constants of a kernel lie where the process has room, and in one that has mapped gigabytes that may be further apart
 # than the 2 GiB that the smaller models reach: LLVM's loader then ends the process.
 _CODE_MODEL = "large"
+_LEVEL = 3
+# Vectors are spelled out; these two would only make more code of the loops around them.
+_OFF = ("loop_vectorization", "slp_vectorization")
+# Features by which LLVM picks instructions; others (rdpru, xsaves, ...) come and go with systems and are in no kernel.
+_PICKED = re.compile(r"\+(sse|ssse|avx|amx|fma|f16c|bmi|lzcnt|popcnt|movbe|adx|gfni|vaes|vpclmul|xop|tbm)")
 
 
 class KernelError(RuntimeError):
@@ -46,6 +48,10 @@ class Machine:
 
     def has(self, *features: str) -> bool:
         return {f"+{f}" for f in features} <= set(self.features.split(","))
+
+    def instructions(self) -> list[str]:
+        """The features that machine code may use, by LLVM's names without the sign."""
+        return [f[1:] for f in self.features.split(",") if _PICKED.match(f)]
 
     def key(self) -> str:
         return "\n".join(dataclasses.astuple(self))
@@ -83,22 +89,19 @@ def _limited(features: dict[str, bool], cpu: str, isa: str) -> tuple[dict[str, b
     return {k: v for k, v in features.items() if not re.search(dropped, k)}, "x86-64"
 
 
-def function(name: str, source: str) -> int:
-    """The address of function `name` of LLVM module `source`, optimised for this machine; from the cache where it is there."""
-    machine = here()
+def object_code(source: str) -> bytes:
+    """Machine code of LLVM module `source`, optimised for this machine; from the cache where it is there."""
     key = digest(source)
-    folder = _cache()
-    path = folder / f"{key}.o" if folder else None
-    code = _read(path)
+    code = kept.read(key)
     if code is None:
-        code = _compile(source, machine)
-        _write(path, code)
-    return load(name, code)
+        code = _compile(source, here())
+        kept.write(key, code)
+    return code
 
 
 def digest(source: str) -> str:
-    """Digest of all that the code of a module depends on: its text, the machine, LLVM."""
-    return hashlib.sha256(f"{here().key()}\n{_CODE_MODEL}\n{source}".encode()).hexdigest()[:32]
+    """Digest of all that the code of a module depends on: its text, the machine, LLVM and what is asked of it."""
+    return hashlib.sha256(f"{here().key()}\n{_CODE_MODEL} {_LEVEL} {_OFF}\n{source}".encode()).hexdigest()[:32]
 
 
 def load(name: str, code: bytes) -> int:
@@ -133,9 +136,9 @@ def _optimised(source: str, machine: Machine):
         module = binding.parse_assembly(source)
         module.verify()
         target = _target(machine)
-        options = binding.create_pipeline_tuning_options(speed_level=3)
-        # Vectors are spelled out; these two would only make more code of the loops around them.
-        options.loop_vectorization = options.slp_vectorization = False
+        options = binding.create_pipeline_tuning_options(speed_level=_LEVEL)
+        for name in _OFF:
+            setattr(options, name, False)
         passes = binding.create_pass_builder(target, options)
         passes.getModulePassManager().run(module, passes)
     except RuntimeError as e:
@@ -146,7 +149,7 @@ def _optimised(source: str, machine: Machine):
 def _target(machine: Machine):
     target = _binding().Target.from_triple(machine.triple)
     return target.create_target_machine(
-        opt=3, cpu=machine.cpu, features=machine.features, reloc="pic", codemodel=_CODE_MODEL, jit=True
+        opt=_LEVEL, cpu=machine.cpu, features=machine.features, reloc="pic", codemodel=_CODE_MODEL, jit=True
     )
 
 
@@ -162,7 +165,7 @@ def _binding():
 def check() -> None:
     """KernelError where LLVM does not get as far as a function that returns."""
     try:
-        address = function("check", "define i64 @check() { ret i64 9 }")
+        address = load("check", object_code("define i64 @check() { ret i64 9 }"))
         right = ctypes.CFUNCTYPE(ctypes.c_int64)(address)() == 9
     except KernelError:
         raise
@@ -170,40 +173,3 @@ def check() -> None:
         raise KernelError(f"LLVM does not compile ({e}): {INSTEAD}") from e
     if not right:
         raise KernelError(f"LLVM compiles for another machine than this one: {INSTEAD}")
-
-
-@functools.cache
-def _cache() -> Path | None:
-    """The folder of compiled code, for this user alone; None, with a warning, where there can be none."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ninfer_jax" / "cpu"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        info = folder.stat()
-        if info.st_uid != os.getuid():
-            raise PermissionError("it belongs to somebody else")
-        if stat.S_IMODE(info.st_mode) & 0o022:
-            folder.chmod(0o700)
-    except OSError as e:
-        _log.warning("compiled CPU kernels are not kept: %s: %s", folder, e)
-        return None
-    return folder
-
-
-def _read(path: Path | None) -> bytes | None:
-    """The code in a file of the cache, whose first 32 bytes are the digest of the rest; None where it is missing or damaged."""
-    try:
-        data = path.read_bytes() if path else b""
-    except OSError:
-        return None
-    return data[32:] if len(data) > 32 and hashlib.sha256(data[32:]).digest() == data[:32] else None
-
-
-def _write(path: Path | None, code: bytes) -> None:
-    if path is None:
-        return
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # of mode 0600
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
-    except OSError as e:
-        _log.warning("a compiled CPU kernel is not kept: %s: %s", path, e)

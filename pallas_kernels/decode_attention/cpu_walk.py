@@ -18,6 +18,7 @@ from pallas_kernels.kv_codecs.cpu import Part, rotate
 from pallas_kernels.kv_pages import PAGE
 
 BLOCK = 16  # tokens whose keys, or values, are decoded and used together
+_TURNS = 2  # threads that are thought to share the parts; decides what is asked for early, and no bit
 _NEVER = -1e30  # a score below every real one; finite, so that a fully masked page gives no NaN
 
 # A stored row as float32: load(token of the block, dim), 16 lanes.
@@ -116,14 +117,25 @@ class Walk:
 
         c.loop(0, valid, [], keys, step=BLOCK)
         c.loop(0, self.shape.columns, [], lambda column: self._soften(column, number, scores, totals))
-        following = self.table.integer(self.slot, c.minimum(number + SPLITS, pages - 1))
+        following, head = self._following(number, pages)
 
         def values(token: Value) -> None:
             tokens = c.minimum(valid - token, BLOCK)
-            load = self._rows(self.v, page, token, tokens, rows, Ahead(self.k, following, self.head, token))
+            load = self._rows(self.v, page, token, tokens, rows, Ahead(self.k, following, head, token))
             self._tiles(lambda column, width: self._add(load, token, tokens, column, width, scores))
 
         c.loop(0, valid, [], values, step=BLOCK)
+
+    def _following(self, number: Value, pages: Value) -> tuple[Value, Value]:
+        """Page and head of the keys that this thread will probably read next: of its next page; behind its last one those of
+        the part that it takes next where two threads take turns, of which it may ask what it will."""
+        c, shape = self.c, self.shape
+        coming = c.minimum(c.part + _TURNS, shape.slots * shape.kv_heads * SPLITS - 1)
+        place, more = coming // SPLITS, number + SPLITS < pages
+        slot = c.select(more, self.slot, place // shape.kv_heads)
+        head = c.select(more, self.head, place % shape.kv_heads)
+        index = c.minimum(c.select(more, number + SPLITS, coming % SPLITS), shape.per_slot - 1)
+        return self.table.integer(slot, index), head
 
     def _rows(self, part: Part, page: Value, token: Value, tokens: Value, rows: View, ahead: Ahead) -> Rows:
         """The block's keys or values, decoded into `rows` where they are not float32 already. Whoever reads them asks for

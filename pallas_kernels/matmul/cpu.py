@@ -75,11 +75,7 @@ def linear(
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Normed rows, as `norms.rms_norm`, of x `[rows, size]`: with the bits of the norm before a product."""
     rows, size = x.shape
-
-    def body(c: Any, x: Any, norm: Any, out: Any) -> None:
-        normalise(c, x, norm, out, rows, size, eps)
-
-    return cpu.kernel("rms_norm", body, [x, weight], [x])(x, weight)[0]
+    return cpu.kernel("rms_norm", functools.partial(normalise, rows=rows, k=size, eps=eps), [x, weight], [x])(x, weight)[0]
 
 
 def parts_for(nbytes: int, units: int) -> int:

@@ -138,10 +138,13 @@ def test_options_reach_the_configuration(invoke):
         "3",
         "--dtype",
         "bfloat16",
+        "--kernels",
+        "xla",
     )
     config = invoke.asked["config"]
     assert invoke.asked["verify"]
     assert (config.context, config.kv, config.draft, config.slots, config.dtype) == (300, "rk4v4", 4, 3, "bfloat16")
+    assert config.kernels == "xla"
 
 
 def test_stop_strings(invoke, plain_engine):

@@ -51,6 +51,22 @@ def test_a_mistake_is_one_line_that_names_it(arguments: list[str], named: str) -
     assert named in done.stderr and "--help`" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "tiny", "--prompt", "x"],
+        ["bench", "tiny"],
+        ["eval", "tiny", "ppl", "--text", __file__],
+        ["plan", "tiny", "--target", "cpu"],
+        ["compile", "tiny", "--target", "cpu", "--out", "nowhere"],
+    ],
+)
+def test_kernels_that_do_not_exist_are_refused_with_those_that_do(arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, [*arguments, "--kernels", "llvm"])
+    assert done.exit_code == 1 and not done.stdout
+    assert done.stderr == "error: kernels is 'llvm', known are auto, cpu, xla\n"
+
+
 def test_help_and_no_arguments_are_not_mistakes() -> None:
     told = CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "200"})
     assert told.exit_code == 0 and "SRC" in told.stdout and not told.stderr

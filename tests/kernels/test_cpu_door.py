@@ -1,9 +1,11 @@
 """Kernels written as LLVM code: the words they are written with, the way into XLA, and what is kept between runs."""
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cpu
-from pallas_kernels.cpu import machine, xla_ffi
+from pallas_kernels.cpu import kept, machine, xla_ffi
 
 N = 48
 ROOT = Path(__file__).parents[2]
@@ -158,25 +160,99 @@ print(call.target, np.asarray(jax.jit(call)(x)[0]).tobytes().hex(), cpu.here().h
     assert (said[0][0] == said[1][0]) == (said[0][2] == "False")
 
 
-def test_kept_code_is_used_again_and_damaged_code_is_not(tmp_path, monkeypatch):
+@pytest.fixture
+def kept_at(tmp_path, monkeypatch):
+    """The folder of kept code, an empty one; `compiled()`: how often LLVM has been asked."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine._cache.cache_clear()
-    compiled = []
+    kept.folder.cache_clear()
+    asked = []
     whole = machine._compile
-    monkeypatch.setattr(machine, "_compile", lambda *a: compiled.append(1) or whole(*a))
-    source = "define i64 @nine() { ret i64 9 }"
-    try:
-        assert machine.function("nine", source) and machine.function("nine", source)
-        assert len(compiled) == 1
-        [kept] = (tmp_path / "ninfer_jax" / "cpu").iterdir()
-        assert kept.stat().st_mode & 0o077 == 0 and kept.parent.stat().st_mode & 0o077 == 0
-        data = bytearray(kept.read_bytes())
-        data[40] ^= 1
-        kept.write_bytes(data)
-        assert machine.function("nine", source)
-        assert len(compiled) == 2
-    finally:
-        machine._cache.cache_clear()
+    monkeypatch.setattr(machine, "_compile", lambda *a: asked.append(1) or whole(*a))
+    place = tmp_path / "ninfer_jax" / "cpu"
+    yield SimpleNamespace(place=place, compiled=lambda: len(asked))
+    kept.folder.cache_clear()
+
+
+NINE = "define i64 @nine() { ret i64 9 }"
+
+
+def test_kept_code_is_used_again_and_damaged_code_is_not(kept_at, caplog):
+    assert machine.object_code(NINE) == machine.object_code(NINE)
+    assert kept_at.compiled() == 1
+    [file] = kept_at.place.iterdir()
+    assert file.stat().st_mode & 0o077 == 0 and file.parent.stat().st_mode & 0o077 == 0
+    for damage in (lambda data: data[:40] + b"?" + data[41:], lambda data: data[:20], lambda data: b""):
+        before = kept_at.compiled()
+        file.write_bytes(damage(file.read_bytes()))
+        assert machine.load("nine", machine.object_code(NINE))
+        assert kept_at.compiled() == before + 1
+        assert caplog.messages.pop() == f"a kept CPU kernel is compiled again: {file} is damaged"
+
+
+def test_code_that_others_can_write_is_neither_run_nor_kept(kept_at, caplog):
+    machine.object_code(NINE)
+    [file] = kept_at.place.iterdir()
+    file.chmod(0o666)
+    machine.object_code(NINE)
+    assert kept_at.compiled() == 2 and "can be written by others" in caplog.messages.pop()
+    [file] = kept_at.place.iterdir()
+    assert file.stat().st_mode & 0o077 == 0  # compiled again, and written as one's own
+    target = file.rename(file.with_suffix(".elsewhere"))
+    file.symlink_to(target)
+    machine.object_code(NINE)
+    assert kept_at.compiled() == 3 and str(file) in caplog.messages.pop()
+    for folder in (kept_at.place, kept_at.place.parent):
+        folder.chmod(0o770)
+        kept.folder.cache_clear()
+        machine.object_code(NINE)
+        assert caplog.messages.pop() == f"compiled CPU kernels are not kept: {folder} can be written by others: chmod go-w"
+        folder.chmod(0o700)
+    assert kept_at.compiled() == 5
+
+
+def test_the_least_recently_used_go_when_there_is_too_much(kept_at, monkeypatch):
+    monkeypatch.setattr(kept, "MOST_BYTES", 4000)
+    for at, key in enumerate("abc"):
+        kept.write(key, bytes(1000))
+        os.utime(kept_at.place / f"{key}.o", (at, at))
+    assert kept.read("a") == bytes(1000)
+    kept.write("d", bytes(1000))
+    assert sorted(file.stem for file in kept_at.place.iterdir()) == ["a", "d"]
+
+
+KEEPING = """
+import sys
+from pallas_kernels.cpu import machine
+for n in range(40):
+    machine.object_code(f"define i64 @f{n}() {{ ret i64 {n} }}")
+"""
+
+
+def test_processes_share_what_they_keep(kept_at):
+    """Two that write the same entries at once; each entry ends up whole."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    both = [subprocess.Popen([sys.executable, "-c", KEEPING], env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [(p.communicate()[1], p.returncode) for p in both] == [("", 0)] * 2
+    assert {file.suffix for file in kept_at.place.iterdir()} == {".o"} and len(list(kept_at.place.iterdir())) == 40
+    machine.object_code("define i64 @f7() { ret i64 7 }")
+    assert kept_at.compiled() == 0
+
+
+def test_a_kernel_for_shapes_that_were_there_before_is_not_written_again(monkeypatch):
+    """But one whose function knows something else is."""
+    written = []
+    whole = cpu._source
+    monkeypatch.setattr(cpu, "_source", lambda *a: written.append(1) or whole(*a))
+    x = like(16)
+    first, again, other = (cpu.kernel("filled", functools.partial(fill, number=n), [x], [x]) for n in (1, 1, 2))
+    assert first is again and len(written) == 2
+    closures = [lambda c, x, out, n=n: fill(c, x, out, n) for n in (3, 4)]
+    assert [float(cpu.kernel("filled", f, [x], [x])(jnp.zeros(16))[0][0]) for f in closures] == [3, 4]
+    assert [float(k(jnp.zeros(16))[0][0]) for k in (first, other)] == [1, 2]
+
+
+def fill(c, x, out, number):
+    out.store(c.constant(number, lanes=16), 0)
 
 
 def test_what_a_machine_lacks_is_one_line_that_names_xla(monkeypatch):

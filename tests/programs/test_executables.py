@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from ninfer_jax.programs.plan import resident_bytes
 from ninfer_jax.programs.setup import model_of, resolve
 
 pytestmark = pytest.mark.engine
-SHAPES = ["--context", "256", "--draft", "1", "--prefill-chunk", "64", "--kv", "f32"]
-CONFIG = EngineConfig(context=256, draft=1, prefill_chunk=64, kv="f32")
+SHAPES = ["--context", "256", "--draft", "1", "--prefill-chunk", "64", "--kv", "f32", "--kernels", "xla"]
+CONFIG = EngineConfig(context=256, draft=1, prefill_chunk=64, kv="f32", kernels="xla")
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -111,14 +112,15 @@ def test_another_field_in_the_manifest_is_refused_by_name(copy: Path, field: str
 
 COMMAND = (
     "ninfer-jax compile MODEL --target cpu --context 256 --slots 1 --pool 256 --draft 1 --kv f32 --prefill-chunk 64 --dtype float32"
+    " --kernels xla"
 )
 
 
 def test_another_configuration_is_refused_with_the_fields_that_differ(compiled: Path) -> None:
     """And with nothing else: neither a digest nor what is the same."""
-    said = refusal(compiled, EngineConfig(context=256, draft=3, prefill_chunk=64, kv="f32"))
+    said = refusal(compiled, replace(CONFIG, draft=3))
     assert f"{MANIFEST}: draft is 1 in the programs, 3 here; compile again: ninfer-jax compile MODEL --target cpu" in said
-    said = refusal(compiled, EngineConfig(context=512, draft=1, kv="f32"))
+    said = refusal(compiled, replace(CONFIG, context=512, prefill_chunk=None))
     fields = {"context": 256, "pool": 256, "prefill_chunk": 64}
     facts = ", ".join(f"{field} is {then} in the programs, 512 here" for field, then in fields.items())
     assert f"{MANIFEST}: {facts}; compile again" in said and "--prefill-chunk 512" in said
