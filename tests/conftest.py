@@ -53,6 +53,7 @@ GROUPS = {
         "engine/test_interrupts.py",
         "engine/test_micro_engine.py",
         "engine/test_sigint.py",
+        "engine/test_snapshots.py",
         "engine/test_steady_memory.py",
         "engine/test_without_tokenizer.py",
     ),
