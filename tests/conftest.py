@@ -40,6 +40,7 @@ GROUPS = {
         "engine/test_look_ahead.py",
         "engine/test_pending_rows.py",
         "engine/test_scoring.py",
+        "engine/test_short_prompts.py",
         "engine/test_streams.py",
         "evaluate",
         "bench/test_bench_cli.py",

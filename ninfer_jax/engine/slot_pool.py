@@ -21,6 +21,7 @@ from flax import nnx
 
 from ninfer_jax.config import PAGE
 from ninfer_jax.decoding import SamplingParams
+from ninfer_jax.engine.chunks import next_chunk
 from ninfer_jax.engine.results import AnswerLost
 from ninfer_jax.programs import PrefillInputs, Programs, RoundOutput, Snapshot, admission
 from ninfer_jax.state import PageAllocator, State, StateShape
@@ -149,7 +150,7 @@ class SlotPool:
 
     @property
     def life(self) -> object:
-        """What pages and snapshots belong to: when this is another object, a state was lost, and they with it."""
+        """The owner of pages and snapshots: when this is another object, a state was lost, and they with it."""
         self.tidy()
         return self._life
 
@@ -162,6 +163,11 @@ class SlotPool:
     def page_bytes(self) -> int:
         """Bytes of one page in all pools together: the size of what `read_page` gives."""
         return self.programs.page_bytes
+
+    @property
+    def grid(self) -> int:
+        """Tokens between two lengths at which a prompt's state has the same bits whatever follows."""
+        return self.programs.chunk
 
     @property
     def busy(self) -> int:
@@ -246,8 +252,8 @@ class SlotPool:
 
     def prefill(self, lease: Lease, tokens: SequenceOf[int]) -> tuple[int, jax.Array]:
         """Append the first chunk of `tokens`: how many tokens it has, and its hidden rows `[rows, hidden]`."""
-        rows, start = self.programs.chunk, lease.length
-        count = min(rows, len(tokens))
+        start = lease.length
+        rows, count = next_chunk(start, start + len(tokens), self.programs.chunk, self.programs.short)
         inputs = np.zeros(rows, np.int32)
         inputs[:count] = tokens[:count]
         positions = np.ascontiguousarray(np.broadcast_to(start - 1 + np.arange(rows + 1, dtype=np.int32), (3, rows + 1)))
@@ -284,7 +290,7 @@ class SlotPool:
         lease.length = len(tokens)
 
     def read_page(self, page: int) -> jax.Array:
-        """What the pools hold of a page, uint8 `[page_bytes]`, on the device."""
+        """Contents of a page in all pools, uint8 `[page_bytes]`, on the device."""
         return self.programs.read_page(self._state(), _number(page))
 
     def write_page(self, page: int, data: Any) -> None:

@@ -22,6 +22,8 @@ from ninfer_jax.programs.snapshots import Snapshot, copy_page, page_bytes, read_
 from ninfer_jax.programs.step import step
 from ninfer_jax.state import State, StateShape, allocate_state, state_struct
 
+# Rows of the prefill program for few tokens.
+SHORT = 128
 _integer = jax.ShapeDtypeStruct((), jnp.int32)
 # Structures of results: what stands at the leaves does not matter.
 _round: Any = RoundOutput(*[0] * len(RoundOutput._fields))
@@ -29,8 +31,8 @@ _round: Any = RoundOutput(*[0] * len(RoundOutput._fields))
 
 @dataclass(frozen=True)
 class Given:
-    """What an engine's programs are made for. build: parameters -> the model; parameters: their shapes; chunk: rows of a prefill
-    call; valid_ids: ids that the tokenizer names."""
+    """All that fixes an engine's programs. build: parameters -> the model; parameters: their shapes; chunk: rows of a prefill
+    call; short: of one for few tokens, None where `chunk` are few; valid_ids: ids that the tokenizer names."""
 
     build: Callable[[Sequence[jax.Array]], TextModel]
     parameters: list[jax.ShapeDtypeStruct]
@@ -38,6 +40,10 @@ class Given:
     shape: StateShape
     chunk: int
     valid_ids: int
+
+    @property
+    def short(self) -> int | None:
+        return SHORT if self.chunk > SHORT else None
 
     @cached_property
     def state(self) -> State:
@@ -57,7 +63,8 @@ class Program:
     """function, arguments (shapes) and result (any tree of its structure) are those for a `Given`.
 
     donated: positions of the arguments that it may overwrite. eager: compiled before the engine serves; the others when first
-    asked for. serving: runs beside weights and state while the engine serves, so its workspace counts. staged: its result is a snapshot, for which there is room beside the workspace.
+    asked for. serving: runs beside weights and state while the engine serves, so its workspace counts. staged: its result is a
+    snapshot, for which there is room beside the workspace. made: whether there is such a program at all.
     """
 
     name: str
@@ -68,16 +75,30 @@ class Program:
     eager: bool = True
     serving: bool = True
     staged: bool = False
+    made: Callable[[Given], bool] = lambda given: True
 
 
 def _state(given: Given) -> Any:
     return given.state
 
 
-def _prefill_arguments(given: Given) -> tuple[Any, ...]:
-    rows = given.chunk
+def _prefill(given: Given) -> Callable[..., Any]:
+    return given.with_model(prefill_chunk, kv=given.shape.kv)
+
+
+def _prefill_arguments(given: Given, rows: int | None) -> tuple[Any, ...]:
+    assert rows is not None  # there is such a program
     tokens, positions = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), (3, rows + 1)))
     return given.parameters, given.state, PrefillInputs(*_any(_integer, tokens, _integer, positions))
+
+
+def _head(given: Given) -> Callable[..., Any]:
+    return given.with_model(lambda model, hidden: model.logits(hidden))
+
+
+def _head_arguments(given: Given, rows: int | None) -> tuple[Any, ...]:
+    assert rows is not None  # there is such a program
+    return given.parameters, jax.ShapeDtypeStruct((rows, given.config.hidden_size), given.shape.dtype)
 
 
 def _admission(given: Given) -> Any:
@@ -94,8 +115,15 @@ CATALOGUE: tuple[Program, ...] = (
     Program("allocate", lambda g: partial(allocate_state, g.config, g.shape), lambda g: (), _state, serving=False),
     Program("admit", lambda g: admit, lambda g: (g.state, _admission(g)), _state, donated=(0,)),
     Program("release", lambda g: release, lambda g: (g.state, _integer), _state, donated=(0,)),
+    Program("prefill", _prefill, lambda g: _prefill_arguments(g, g.chunk), lambda g: (g.state, 0), donated=(1,)),
+    # For a prompt of few tokens, and what is left of a long one.
     Program(
-        "prefill", lambda g: g.with_model(prefill_chunk, kv=g.shape.kv), _prefill_arguments, lambda g: (g.state, 0), donated=(1,)
+        "prefill_short",
+        _prefill,
+        lambda g: _prefill_arguments(g, g.short),
+        lambda g: (g.state, 0),
+        donated=(1,),
+        made=lambda g: g.short is not None,
     ),
     Program(
         "begin",
@@ -136,13 +164,15 @@ CATALOGUE: tuple[Program, ...] = (
     ),
     Program("copy_page", lambda g: copy_page, lambda g: (g.state, _integer, _integer), _state, donated=(0,)),
     # Logits of a whole chunk, for scoring.
+    Program("head", _head, lambda g: _head_arguments(g, g.chunk), lambda g: 0, eager=False, serving=False),
     Program(
-        "head",
-        lambda g: g.with_model(lambda model, hidden: model.logits(hidden)),
-        lambda g: (g.parameters, jax.ShapeDtypeStruct((g.chunk, g.config.hidden_size), g.shape.dtype)),
+        "head_short",
+        _head,
+        lambda g: _head_arguments(g, g.short),
         lambda g: 0,
         eager=False,
         serving=False,
+        made=lambda g: g.short is not None,
     ),
     # States that nothing is missing from, to be looked at.
     Program(

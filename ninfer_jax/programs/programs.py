@@ -49,7 +49,8 @@ class Programs:
         self._roles = [leaf.get_metadata()["role"] for _, leaf in flat]
         parameters = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         self._given = Given(self.build, parameters, model.config, shape, prefill_chunk_tokens, valid_ids)
-        self._catalogue = {program.name: program for program in CATALOGUE}
+        self.short = self._given.short  # rows of the smaller prefill program, None without one
+        self._catalogue = {program.name: program for program in CATALOGUE if program.made(self._given)}
         self._compiled: dict[str, Compiled] = {}
 
     @property
@@ -139,7 +140,8 @@ class Programs:
         return self.compiled("settle")(state)
 
     def prefill(self, parameters: Sequence[jax.Array], state: State, inputs: PrefillInputs) -> tuple[State, jax.Array]:
-        return self.compiled("prefill")(parameters, state, inputs)
+        """Append a chunk: of `chunk` rows, or of `short`."""
+        return self.compiled(self._by_rows("prefill", inputs.tokens))(parameters, state, inputs)
 
     def begin(self, parameters: Sequence[jax.Array], state: State, slot: jax.Array) -> tuple[State, RoundOutput]:
         return self.compiled("begin")(parameters, state, slot)
@@ -166,8 +168,11 @@ class Programs:
         return self.compiled("copy_page")(state, source, target)
 
     def head(self, parameters: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
-        """Final-normed hidden `[chunk, hidden]` -> float32 logits `[chunk, vocab]`."""
-        return self.compiled("head")(parameters, hidden)
+        """Final-normed hidden `[rows, hidden]` of a prefill call -> float32 logits `[rows, vocab]`."""
+        return self.compiled(self._by_rows("head", hidden))(parameters, hidden)
+
+    def _by_rows(self, name: str, given: jax.Array) -> str:
+        return name if len(given) == self.chunk else f"{name}_short"
 
 
 def compiler_options(platform: str) -> dict[str, Any] | None:

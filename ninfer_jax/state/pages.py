@@ -25,7 +25,7 @@ class PageAllocator:
         return len(self._free) * PAGE
 
     def owners(self) -> np.ndarray:
-        """How many owners each page has, int32 `[pages]`: a copy."""
+        """Owners of each page, int32 `[pages]`: a copy."""
         return self._owners.copy()
 
     def fits(self, tokens: int, shared: int = 0) -> bool:
