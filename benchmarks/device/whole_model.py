@@ -225,9 +225,9 @@ class Session:
         chunk, rng = self.programs.chunk, np.random.default_rng(consumed)
         start = time.perf_counter()
         while consumed < tokens:
-            ids = rng.integers(0, self.size.valid_ids, chunk + 1).astype(np.int32)
-            positions = np.ascontiguousarray(np.broadcast_to(consumed + np.arange(chunk, dtype=np.int32), (3, chunk)))
-            inputs = PrefillInputs(np.int32(0), ids[:-1], ids[1:], np.int32(chunk), positions)
+            ids = rng.integers(0, self.size.valid_ids, chunk).astype(np.int32)
+            positions = np.broadcast_to(consumed - 1 + np.arange(chunk + 1, dtype=np.int32), (3, chunk + 1))
+            inputs = PrefillInputs(np.int32(0), ids, np.int32(chunk), np.ascontiguousarray(positions))
             self.state, _ = self.programs.prefill(self.parameters, self.state, inputs)
             consumed += chunk
         jax.block_until_ready(self.state)

@@ -214,6 +214,7 @@ def _show(console: Console, made: Plan, setup: Setup) -> None:
         row(f"weights: {role}", count, "array shapes")
     row("KV pages", made.kv, "array shapes")
     row("states, slots, sampling", made.state, "array shapes")
+    row("one slot's state on its way", made.staging, "array shapes")
     how = "allowance" if ALLOWED in made.workspace else "compiled"
     for name, count in made.workspace.items():
         counts = " (counts)" if how == "compiled" and count == max(made.workspace.values()) else ""

@@ -11,14 +11,13 @@ from ninfer_jax.engine.allocator import limit_hint
 from ninfer_jax.programs import Programs
 from ninfer_jax.programs.card import workspace_bytes
 from ninfer_jax.programs.plan import resident_bytes
-from ninfer_jax.programs.programs import SERVING
 
 SMALLER = "take a smaller context or pool, a smaller KV format or fewer slots (`ninfer-jax plan` shows what would fit)"
 
 
 def compiled_workspace(programs: Programs) -> int:
     """Bytes of the largest workspace of a program that serves; programs that do not tell count as nothing."""
-    return max(workspace_bytes(programs.compiled(name)) or 0 for name in SERVING)
+    return max(programs.workspace(name, workspace_bytes(programs.compiled(name)) or 0) for name in programs.serving)
 
 
 def free_bytes(device: jax.Device) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
@@ -70,8 +69,8 @@ def _lines(file: Path) -> list[str]:
 
 
 def check_memory(programs: Programs, free: int | None, workspace: int = 0) -> None:
-    """ValueError, with both byte counts, where weights, state and `workspace` are more than was `free` before any of them was
-    there (`free_bytes`; None where nothing tells)."""
+    """ValueError, with both byte counts, where weights, state, a snapshot and `workspace` are more than was `free` before any of
+    them was there (`free_bytes`; None where nothing tells)."""
     need = resident_bytes(programs) + workspace
     if free is None or need <= free:
         return

@@ -67,11 +67,11 @@ class Runner:
     def score(self, tokens: list[int]) -> np.ndarray:
         """Logits of every position, float32 `[tokens, vocab rows]`; uses a free slot for the duration."""
         self._tidy()
-        rows, ahead = [], self.pool.programs.chunk + 1
+        rows = []
         with self.pool.transaction():
             lease = self.pool.admit(len(tokens))
             while lease is not None and lease.length < len(tokens):
-                count, hidden = self.pool.prefill(lease, tokens[lease.length : lease.length + ahead])
+                count, hidden = self.pool.prefill(lease, tokens[lease.length :])
                 rows.append(self.pool.logits(hidden)[:count])
             if lease is not None:
                 lease.end()
@@ -163,7 +163,7 @@ class Runner:
         if start < len(sequence.prompt):
             if start == 0:
                 sequence.start_clock()
-            count, _ = self.pool.prefill(lease, sequence.prompt[start : start + self.pool.programs.chunk + 1])
+            count, _ = self.pool.prefill(lease, sequence.prompt[start:])
             sequence.prefilled += count
             return True
         out = _read(self.pool.begin(lease), [sequence])

@@ -21,8 +21,9 @@ from flax import nnx
 
 from ninfer_jax.config import PAGE
 from ninfer_jax.decoding import SamplingParams
+from ninfer_jax.engine.chunks import next_chunk
 from ninfer_jax.engine.results import AnswerLost
-from ninfer_jax.programs import PrefillInputs, Programs, RoundOutput, admission
+from ninfer_jax.programs import PrefillInputs, Programs, RoundOutput, Snapshot, admission
 from ninfer_jax.state import PageAllocator, State, StateShape
 
 Result = TypeVar("Result")
@@ -80,26 +81,42 @@ class Lease:
         self.end()
 
     def prefill(self, tokens: SequenceOf[int]) -> Iterator[tuple[int, jax.Array]]:
-        """Append `tokens` chunk by chunk as this is read: (tokens in the chunk, its hidden rows `[chunk, hidden]`)."""
-        tokens, most, at = list(tokens), self._pool.programs.chunk + 1, 0
+        """Append `tokens` chunk by chunk as this is read: (tokens in the chunk, its hidden rows `[rows, hidden]`)."""
+        tokens, at = list(tokens), 0
         while at < len(tokens):
             self._check(len(tokens) - at)
             with self._pool.transaction():
-                count, hidden = self._pool.prefill(self, tokens[at : at + most])
+                count, hidden = self._pool.prefill(self, tokens[at:])
             at += count
             yield count, hidden
 
-    def run(self, program: Callable[[list[jax.Array], State, np.int32], tuple[State, Result]], appended: int = 0) -> Result:
-        """Run a program of the caller's own, `(parameters, state, slot) -> (state, result)`, that appends so many tokens and
-        may overwrite the state."""
-        self._check(appended)
+    def begin(self) -> RoundOutput:
+        """Draw the first token after what is appended; the slot takes part in rounds from now on."""
+        self._check(0)
         with self._pool.transaction():
-            result = self._pool.run(lambda parameters, state: program(parameters, state, np.int32(self.slot)))
-            self.length += appended
-        return result
+            return self._pool.begin(self)
+
+    def step(self, token: int) -> np.ndarray:
+        """Append `token` as a decode round does; its logits, float32 `[vocab rows]`."""
+        self._check(1)
+        with self._pool.transaction():
+            return np.asarray(self._pool.step(self, token))
+
+    def snapshot(self) -> Snapshot:
+        """The slot's state after all its tokens, on the device; its pages apart."""
+        self._check(0)
+        with self._pool.transaction():
+            return self._pool.snapshot(self)
+
+    def restore(self, given: Snapshot, tokens: SequenceOf[int]) -> None:
+        """Let the slot, whose pages hold the keys and values of `tokens`, stand where `given` was taken: after them.
+        given: on the device or on the host."""
+        self._check(len(tokens) - self.length)
+        with self._pool.transaction():
+            self._pool.restore(self, given, tokens)
 
     def logits(self, hidden: jax.Array) -> np.ndarray:
-        """Logits of hidden rows that `prefill` gave, float32 `[chunk, vocab rows]`."""
+        """Logits of hidden rows that `prefill` gave, float32 `[rows, vocab rows]`."""
         with self._pool.transaction():
             return self._pool.logits(hidden)
 
@@ -117,7 +134,7 @@ class SlotPool:
     """Slots, pages, device state and parameters of one engine.
 
     What changes them happens inside `with pool.transaction()`, opened by whoever makes several changes that belong together:
-    `admit`, `prefill`, `begin`, `round`, `settle`, `logits` and `run` take no care of their own. Not thread-safe.
+    `lease` opens one of its own, every other method that runs a program takes no care. Not thread-safe.
     parameters: of the model, as `jax.tree.leaves` or a tree of them. state: None allocates one when it is first needed.
     """
 
@@ -132,6 +149,27 @@ class SlotPool:
         return self._state()
 
     @property
+    def life(self) -> object:
+        """The owner of pages and snapshots: when this is another object, a state was lost, and they with it."""
+        self.tidy()
+        return self._life
+
+    @property
+    def pages(self) -> PageAllocator:
+        """The owners of pages, in this life."""
+        return self._life.pages
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all pools together: the size of what `read_page` gives."""
+        return self.programs.page_bytes
+
+    @property
+    def grid(self) -> int:
+        """Tokens between two lengths at which a prompt's state has the same bits whatever follows."""
+        return self.programs.chunk
+
+    @property
     def busy(self) -> int:
         """Slots given out."""
         return len(self._held())
@@ -144,7 +182,13 @@ class SlotPool:
     @property
     def free_tokens(self) -> int:
         """Tokens that the pages hold which nobody has reserved."""
-        return self.total_tokens - PAGE * sum(int(np.count_nonzero(place.table)) for place in self._held())
+        if self._life.changing:  # what was reserved is lost
+            return self.total_tokens
+        owners = self._life.pages.owners()
+        for place in self._life.places:
+            if place is not None and not place.held:
+                owners[place.table] -= 1
+        return self.total_tokens - PAGE * int(np.count_nonzero(owners[1:] > 0))
 
     def tidy(self) -> None:
         """Give up a state that an exception has cut a transaction of. Runs no program. Not for finalizers, which may run in the
@@ -173,26 +217,33 @@ class SlotPool:
             raise
         life.changing = False
 
-    def lease(self, tokens: int) -> Lease:
-        """A slot with pages for `tokens`, empty. ValueError if none is free."""
+    def lease(self, tokens: int, shared: SequenceOf[int] = ()) -> Lease:
+        """A slot with pages for `tokens`, empty; its first pages are `shared`, with others. ValueError if none is free."""
         context = self.programs.shape.context
         if tokens > context:
             raise ValueError(f"context holds {context} tokens, {tokens} are asked for; load a larger context")
         with self.transaction():
-            lease = self.admit(tokens)
+            lease = self.admit(tokens, shared=shared)
         if lease is None:
             raise ValueError("no slot or not enough pages are free, finish or cancel a running completion first")
         return lease
 
     def admit(
-        self, tokens: int, budget: int = 0, params: SamplingParams | None = None, seed: int = 0, end_ids: tuple[int, ...] = ()
+        self,
+        tokens: int,
+        budget: int = 0,
+        params: SamplingParams | None = None,
+        seed: int = 0,
+        end_ids: tuple[int, ...] = (),
+        shared: SequenceOf[int] = (),
     ) -> Lease | None:
-        """A slot with pages for `tokens`, for a sequence that may emit `budget` of them; None if none is free."""
+        """A slot with pages for `tokens`, for a sequence that may emit `budget` of them; None if none is free. Its first pages
+        are `shared`, which have an owner already and which nobody writes to: tokens are appended after them."""
         life = self._life
         slot = next((slot for slot, place in enumerate(life.places) if place is None), None)
-        if slot is None or not life.pages.fits(tokens):
+        if slot is None or not life.pages.fits(tokens, len(shared)):
             return None
-        table = life.pages.reserve(tokens)
+        table = life.pages.reserve(tokens, shared)
         lease = Lease(self, life, slot, tokens, table)
         life.places[slot] = _Place(table, weakref.ref(lease))
         new = admission(slot, table, budget, params or SamplingParams(), seed, end_ids)
@@ -200,15 +251,13 @@ class SlotPool:
         return lease
 
     def prefill(self, lease: Lease, tokens: SequenceOf[int]) -> tuple[int, jax.Array]:
-        """Append the first chunk of `tokens`, which go one further where the prompt does (the MTP layer reads that one):
-        how many tokens it has, and its hidden rows `[chunk, hidden]`."""
-        chunk, start = self.programs.chunk, lease.length
-        count = min(chunk, len(tokens))
-        inputs, following = np.zeros(chunk, np.int32), np.full(chunk, -1, np.int32)
+        """Append the first chunk of `tokens`: how many tokens it has, and its hidden rows `[rows, hidden]`."""
+        start = lease.length
+        rows, count = next_chunk(start, start + len(tokens), self.programs.chunk, self.programs.short)
+        inputs = np.zeros(rows, np.int32)
         inputs[:count] = tokens[:count]
-        following[: min(chunk, len(tokens) - 1)] = tokens[1 : chunk + 1]
-        positions = np.ascontiguousarray(np.broadcast_to(start + np.arange(chunk, dtype=np.int32), (3, chunk)))
-        host: tuple[Any, ...] = (_number(lease.slot), inputs, following, _number(count), positions)
+        positions = np.ascontiguousarray(np.broadcast_to(start - 1 + np.arange(rows + 1, dtype=np.int32), (3, rows + 1)))
+        host: tuple[Any, ...] = (_number(lease.slot), inputs, _number(count), positions)
         given = PrefillInputs(*host)
         hidden = self.run(lambda parameters, state: self.programs.prefill(parameters, state, given))
         lease.length += count
@@ -222,12 +271,42 @@ class SlotPool:
         """One decode round of all slots that have begun."""
         return self.run(self.programs.decode_round)
 
+    def step(self, lease: Lease, token: int) -> jax.Array:
+        """Append `token` as a decode round does; its logits, float32 `[vocab rows]`."""
+        logits = self.run(lambda parameters, state: self.programs.step(parameters, state, _number(lease.slot), _number(token)))
+        lease.length += 1
+        return logits
+
+    def snapshot(self, lease: Lease) -> Snapshot:
+        """The slot's state as it stands, what waits settled first. One at a time is planned for: drop it before the next."""
+        return self.run(lambda _, state: self.programs.snapshot(state, _number(lease.slot)))
+
+    def restore(self, lease: Lease, given: Snapshot, tokens: SequenceOf[int]) -> None:
+        """Let the slot stand where `given` was taken, after `tokens`, whose keys and values its pages hold."""
+        seen = np.zeros(self.programs.config.vocab_size, np.bool_)
+        seen[np.asarray(tokens, np.int64)] = True
+        told: Any = seen
+        self.run(lambda _, state: (self.programs.restore(state, _number(lease.slot), given, told), None))
+        lease.length = len(tokens)
+
+    def read_page(self, page: int) -> jax.Array:
+        """Contents of a page in all pools, uint8 `[page_bytes]`, on the device."""
+        return self.programs.read_page(self._state(), _number(page))
+
+    def write_page(self, page: int, data: Any) -> None:
+        """Put what `read_page` gave into a page; data: on the device or on the host."""
+        self.run(lambda _, state: (self.programs.write_page(state, _number(page), data), None))
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Put into page `target` what page `source` holds."""
+        self.run(lambda _, state: (self.programs.copy_page(state, _number(source), _number(target)), None))
+
     def settle(self) -> None:
         """Let the rows that wait for the next round enter the recurrent states now, to be looked at in `state`."""
         self.run(lambda parameters, state: (self.programs.settle(state), None))
 
     def logits(self, hidden: jax.Array) -> np.ndarray:
-        """Final-normed hidden rows `[chunk, hidden]` -> float32 `[chunk, vocab rows]`, on the host."""
+        """Final-normed hidden rows `[rows, hidden]` -> float32 `[rows, vocab rows]`, on the host."""
         return np.asarray(self.programs.head(self.parameters, hidden))
 
     def run(self, program: Callable[[list[jax.Array], State], tuple[State, Result]]) -> Result:

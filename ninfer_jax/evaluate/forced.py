@@ -1,8 +1,7 @@
-"""Teacher-forced decode steps with all logits.
+"""Teacher-forced decode steps with all logits, through an engine's own slots.
 
-A decode round gives out at most the 20 most likely tokens, because nobody who generates needs more. Here the same
-functions that a round is made of are compiled with the text's next token in place of the drawn one and
-with every logit as the result. A row's bits do not depend on the rows beside it, so they are those of decoding.
+A decode round gives out at most the 20 most likely tokens, because nobody who generates needs more. The program `step` computes
+what a round does, with the text's next token in place of the drawn one and every logit as its result.
 """
 
 from __future__ import annotations
@@ -10,23 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ninfer_jax.engine import Engine
 from ninfer_jax.engine.slot_pool import Lease
-from ninfer_jax.model import TextModel
-from ninfer_jax.programs import Programs
-from ninfer_jax.programs.pending import accept
-from ninfer_jax.programs.verify import verify_rows
-from ninfer_jax.state import State
 
 Progress = Callable[[int, int], None]
 _BLOCK = 256  # rows of logits that are in float64 at a time
-_steps: WeakKeyDictionary[Programs, Callable[..., tuple[State, jax.Array]]] = WeakKeyDictionary()
 
 
 class ForcedDecoder:
@@ -36,9 +26,7 @@ class ForcedDecoder:
     def __init__(self, engine: Engine):
         """Compiles one program, the step, unless an earlier decoder of this engine has."""
         self.engine = engine
-        if engine.programs not in _steps:
-            _steps[engine.programs] = _compile_step(engine.programs)
-        self.step = _steps[engine.programs]
+        engine.programs.compiled("step")
 
     @contextmanager
     def sequence(self, tokens: int) -> Iterator[ForcedSequence]:
@@ -67,38 +55,13 @@ class ForcedSequence:
 
     def step(self, token: int) -> np.ndarray:
         """Append `token` through one decode step; its logits, float32 `[vocab rows]`."""
-        return np.asarray(self._lease.run(lambda *given: self._decoder.step(*given, np.int32(token)), appended=1))
+        return self._lease.step(token)
 
     def recurrent(self) -> list[np.ndarray]:
         """The recurrent states as they stand, float32 `[value_heads, key_dim, value_dim]`, one a GDN layer."""
         runner = self._decoder.engine.runner
         runner.settle()
         return [np.asarray(layer[self._lease.slot]) for layer in runner.state.recurrent]
-
-
-def _compile_step(programs: Programs) -> Callable[..., tuple[State, jax.Array]]:
-    build, kv = programs.build, programs.shape.kv
-    _, (parameters, state), _ = programs.source("decode_round")
-
-    def step(parameters: SequenceOf[jax.Array], state: State, slot: jax.Array, token: jax.Array) -> tuple[State, jax.Array]:
-        return forced_step(build(parameters), state, slot, token, kv)
-
-    integer = jax.ShapeDtypeStruct((), jnp.int32)
-    return programs.compile_as(step, (parameters, state, integer, integer), donated=(1,))
-
-
-def forced_step(model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: str) -> tuple[State, jax.Array]:
-    """One row of one slot through the layers and into its states, as `decode_round` does it; the state, and float32
-    logits `[vocab rows]`. slot, token: int32 scalars. Nothing is drawn or drafted, and the other slots stay as they are."""
-    slots = state.slots
-    mine = jnp.arange(slots.length.shape[0]) == slot
-    rows = jnp.where(mine, token, 0)[:, None]
-    here = state._replace(slots=slots._replace(active=mine))
-    emitted = mine.astype(jnp.int32)
-    hidden, here = verify_rows(model, here, rows, kv)
-    logits = model.logits(hidden[:, 0])
-    after = accept(here, mine, emitted)
-    return after._replace(slots=slots._replace(length=slots.length + emitted)), logits[slot]
 
 
 def log_softmax(logits: np.ndarray, valid: int) -> np.ndarray:

@@ -5,5 +5,6 @@ from ninfer_jax.programs.decode import RoundOutput
 from ninfer_jax.programs.prefill import PrefillInputs
 from ninfer_jax.programs.programs import Programs
 from ninfer_jax.programs.slots import admission
+from ninfer_jax.programs.snapshots import Snapshot
 
-__all__ = ["PrefillInputs", "Programs", "RoundOutput", "admission", "compilations"]
+__all__ = ["PrefillInputs", "Programs", "RoundOutput", "Snapshot", "admission", "compilations"]

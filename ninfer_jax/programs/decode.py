@@ -54,7 +54,7 @@ def begin(model: TextModel, state: State, slot: jax.Array, kv: str, valid_ids: i
     choice = choose_rows(model, slots.hidden[:, None], state.sampling, jnp.zeros((count, 0), jnp.int32), valid_ids)
     verdict = judge(choice.token, jnp.zeros((count, 0), jnp.int32), state.sampling.stop_ids, slots.left, mine)
     # The prompt's last token is consumed already: one token comes out, none is folded in.
-    started = slots._replace(active=slots.active | mine, length=slots.length - verdict.emitted)
+    started = slots._replace(active=slots.active | mine, length=slots.length - verdict.emitted, linked=slots.linked & ~mine)
     state = _emit(state._replace(slots=started), choice, verdict.emitted, verdict.finished)
     if model.has_mtp:
         state = propose(model, state, choice.token, slots.hidden[:, None], slots.length - 1, verdict.emitted, kv, valid_ids)

@@ -24,7 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from ninfer_jax.programs import provenance
 from ninfer_jax.programs.card import Compilation, compile_program, facts_of
 from ninfer_jax.programs.kernel_files import SUFFIX, listed_kernels, write_kernels
-from ninfer_jax.programs.programs import ALWAYS, SERVING, Programs
+from ninfer_jax.programs.programs import Programs
 from ninfer_jax.programs.setup import Setup
 from pallas_kernels import cpu, targets
 
@@ -35,14 +35,16 @@ Progress = Callable[[str, int, int], None]
 
 
 def compile_to(
-    directory: Path, setup: Setup, target: str, names: Iterable[str] = ALWAYS, progress: Progress | None = None
+    directory: Path, setup: Setup, target: str, names: Iterable[str] | None = None, progress: Progress | None = None
 ) -> dict[str, tuple[Compilation, int]]:
-    """Compile programs for `target` ("cpu" or a card) and write them with their manifest to directory/target.
+    """Compile programs (None: all that an engine compiles before it serves) for `target` ("cpu" or a card) and write them with
+    their manifest to directory/target.
 
     Returns each program's facts and its executable's size. The manifest is written last: a directory without one is not a
     set of programs. ValueError, one line, for a directory that holds something else, and for a file that cannot be written.
     """
-    programs, names = setup.programs(), list(names)
+    programs = setup.programs()
+    names = list(programs.eager if names is None else names)
     out = check_place(directory, target)
     # Before a line of it is traced: what is edited while minutes pass is not in these programs.
     made_of, configuration = provenance.made_of(target, kernels=setup.kernels), setup.configuration(programs)
@@ -162,12 +164,12 @@ class StoredPrograms:
             raise ValueError(f"{file}: {', '.join(named)}{more}; {again}")
         try:
             reason = provenance.refusal(manifest["needs"], device)
-            entries = {name: manifest["programs"][name] for name in ALWAYS}
-            workspace = max(int(entries[name]["workspace_bytes"]) for name in SERVING)
+            entries = {name: manifest["programs"][name] for name in programs.eager}
+            workspace = max(programs.workspace(name, int(entries[name]["workspace_bytes"])) for name in programs.serving)
             digests = {name: str(entry["sha256"]) for name, entry in entries.items()}
             kernels = dict(listed_kernels(manifest, entries))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{file}: {_missing(error, manifest)}; {again}") from None
+            raise ValueError(f"{file}: {_missing(error, manifest, programs)}; {again}") from None
         if reason:
             raise ValueError(f"{file}: {reason}")
         return cls(
@@ -189,9 +191,9 @@ class StoredPrograms:
             )
 
 
-def _missing(error: Exception, manifest: Mapping[str, Any]) -> str:
+def _missing(error: Exception, manifest: Mapping[str, Any], programs: Programs) -> str:
     listed = manifest.get("programs")
-    if isinstance(listed, dict) and (absent := [name for name in ALWAYS if name not in listed]):
+    if isinstance(listed, dict) and (absent := [name for name in programs.eager if name not in listed]):
         return f"program {', '.join(absent)} is missing"
     return f"damaged ({type(error).__name__}: {error})"
 

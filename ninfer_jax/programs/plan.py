@@ -11,7 +11,7 @@ import jax
 
 from ninfer_jax.config import MAX_CONTEXT, PAGE, ModelConfig
 from ninfer_jax.programs.card import Compilation
-from ninfer_jax.programs.programs import SERVING, Programs
+from ninfer_jax.programs.programs import Programs
 from ninfer_jax.programs.setup import Setup
 from ninfer_jax.state import State
 from pallas_kernels.kv_codecs import FORMATS, bytes_per_vector, check_format
@@ -26,8 +26,9 @@ WORKSPACE_ALLOWANCE = 256 << 20
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Bytes. weights: by role. kv: page pools, the MTP layer's included. state: recurrent and convolution states, slots,
-    sampling. workspace: temporaries and results that reuse nothing, by program; one program runs at a time, so the largest
-    counts. executables: serialised sizes. All but `allowance` come from the compiler or from array shapes.
+    sampling. staging: one slot's state on its way to the host or back. workspace: temporaries and results that reuse nothing,
+    by program; one program runs at a time, so the largest counts. executables: serialised sizes. All but `allowance` come from
+    the compiler or from array shapes.
     """
 
     target: str
@@ -35,6 +36,7 @@ class Plan:
     weights: Mapping[str, int]
     kv: int
     state: int
+    staging: int
     workspace: Mapping[str, int]
     executables: int
     allowance: int
@@ -42,8 +44,8 @@ class Plan:
 
     @property
     def resident(self) -> int:
-        """Weights, pages and states."""
-        return sum(self.weights.values()) + self.kv + self.state
+        """Weights, pages, states and one that is on its way."""
+        return sum(self.weights.values()) + self.kv + self.state + self.staging
 
     @property
     def total(self) -> int:
@@ -64,6 +66,7 @@ class Plan:
             "weights_by_role": dict(self.weights),
             "kv_bytes": self.kv,
             "state_bytes": self.state,
+            "staging_bytes": self.staging,
             "workspace_bytes": max(self.workspace.values(), default=0),
             "workspace_by_program": dict(self.workspace),
             "executables_bytes": self.executables,
@@ -91,7 +94,10 @@ def make_plan(setup: Setup, target: str, card_bytes: int, compiled: Mapping[str,
         weights=dict(weights.most_common()),
         kv=kv,
         state=sum(nbytes(x) for x in jax.tree.leaves(state)) - kv,
-        workspace={ALLOWED: WORKSPACE_ALLOWANCE} if compiled is None else {n: compiled[n][0].workspace_bytes for n in SERVING},
+        staging=programs.staging_bytes,
+        workspace={ALLOWED: WORKSPACE_ALLOWANCE}
+        if compiled is None
+        else {n: programs.workspace(n, compiled[n][0].workspace_bytes) for n in programs.serving},
         executables=sum(size for _, size in (compiled or {}).values()),
         allowance=CONTEXT_ALLOWANCE if setup.platform != "cpu" else 0,
         max_context={},
@@ -122,9 +128,9 @@ def page_bytes(model: ModelConfig, format: str, mtp: bool) -> int:
 
 
 def resident_bytes(programs: Programs) -> int:
-    """Weights and state, by their shapes: what an engine keeps on the device."""
+    """Weights, state and one snapshot of a slot, by their shapes: what an engine keeps on the device."""
     _, (parameters, state), _ = programs.source("decode_round")
-    return sum(nbytes(leaf) for leaf in jax.tree.leaves((parameters, state)))
+    return sum(nbytes(leaf) for leaf in jax.tree.leaves((parameters, state))) + programs.staging_bytes
 
 
 def kv_bytes(state: State) -> int:

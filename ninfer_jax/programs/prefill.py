@@ -18,12 +18,11 @@ from pallas_kernels.prefill_attention import prefill_attention
 
 
 class PrefillInputs(NamedTuple):
-    """One chunk: slot int32 scalar; tokens int32 `[chunk]`, the first `count` valid; next_tokens int32 `[chunk]`, the
-    token after each (-1 where not known yet: the prompt's last); positions int32 `[3, chunk]` for RoPE."""
+    """One chunk: slot int32 scalar; tokens int32 `[chunk]`, the first `count` valid; positions int32 `[3, chunk + 1]` for RoPE, the
+    first that of the token before the chunk."""
 
     slot: jax.Array
     tokens: jax.Array
-    next_tokens: jax.Array
     count: jax.Array
     positions: jax.Array
 
@@ -36,8 +35,8 @@ def prefill_chunk(model: TextModel, state: State, inputs: PrefillInputs, kv: str
     start, table = state.slots.length[slot], state.slots.table[slot]
     valid = jnp.arange(chunk) < count
     where = jnp.where(valid, start + jnp.arange(chunk), -1)
-    cos, sin = model.rotary(inputs.positions)
-    h = model.embed(inputs.tokens)
+    cos, sin = model.rotary(inputs.positions[:, 1:])
+    h = embedded = model.embed(inputs.tokens)
     kv_pools, recurrent, conv = list(state.kv), list(state.recurrent), list(state.conv)
     attention_at = linear_at = 0
     for layer in model.layers:
@@ -65,25 +64,24 @@ def prefill_chunk(model: TextModel, state: State, inputs: PrefillInputs, kv: str
     state = state._replace(kv=tuple(kv_pools), recurrent=tuple(recurrent), conv=tuple(conv))
     if model.has_mtp:
         assert state.mtp_kv is not None  # they come together
-        state = state._replace(mtp_kv=_fill_mtp(model, state.mtp_kv, hidden, inputs, table, where, cos, sin, kv))
+        state = state._replace(mtp_kv=_fill_mtp(model, state, inputs, embedded, hidden, kv))
     return _advance(state, inputs, hidden, valid), hidden
 
 
-def _fill_mtp(
-    model: TextModel,
-    pool: KVPages,
-    hidden: jax.Array,
-    inputs: PrefillInputs,
-    table: jax.Array,
-    where: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    kv: str,
-) -> KVPages:
-    """Keys and values of the MTP slots whose next token is known. A prompt needs nothing else of that layer."""
-    known = inputs.next_tokens >= 0
-    x = model.mtp.stem(model.embed(jnp.where(known, inputs.next_tokens, 0)), hidden)
-    return model.mtp.layer.self_attn.inputs(model.mtp.project(x), cos, sin, pool, table, jnp.where(known, where, -1), kv)[1]
+def _fill_mtp(model: TextModel, state: State, inputs: PrefillInputs, embedded: jax.Array, hidden: jax.Array, kv: str) -> KVPages:
+    """The MTP layer's pages with the entries of the token before the chunk and of all of the chunk's but the last, whose next
+    token comes later. An entry is made of a token's hidden and of the token after it; a prompt needs nothing else of that layer.
+    """
+    slot, slots, pool = inputs.slot, state.slots, state.mtp_kv
+    assert pool is not None  # there wherever there are drafts
+    row = jnp.arange(len(hidden))
+    # The entry of the token before is there already where a round has written it, and at the start there is no such token.
+    known = (row < inputs.count) & ((row > 0) | slots.linked[slot])
+    where = jnp.where(known, slots.length[slot] - 1 + row, -1)
+    before = jnp.concatenate([slots.hidden[slot][None], hidden[:-1]])
+    cos, sin = model.rotary(inputs.positions[:, :-1])
+    projected = model.mtp.project(model.mtp.stem(embedded, before))
+    return model.mtp.layer.self_attn.inputs(projected, cos, sin, pool, slots.table[slot], where, kv)[1]
 
 
 def _advance(state: State, inputs: PrefillInputs, hidden: jax.Array, valid: jax.Array) -> State:
@@ -91,6 +89,7 @@ def _advance(state: State, inputs: PrefillInputs, hidden: jax.Array, valid: jax.
     slots = state.slots._replace(
         length=state.slots.length.at[slot].add(inputs.count),
         hidden=state.slots.hidden.at[slot].set(hidden[jnp.maximum(inputs.count - 1, 0)]),
+        linked=state.slots.linked.at[slot].set(True),
     )
     # Padding writes to token 0 what is there already.
     seen = state.sampling.in_prompt[slot]

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.model import TextModel
-from ninfer_jax.programs.decode import RoundOutput, begin, decode_round
-from ninfer_jax.programs.pending import settle
-from ninfer_jax.programs.prefill import PrefillInputs, prefill_chunk
-from ninfer_jax.programs.slots import Admission, admission, admit, release
-from ninfer_jax.state import State, StateShape, allocate_state, state_struct
+from ninfer_jax.programs.catalogue import CATALOGUE, Given
+from ninfer_jax.programs.decode import RoundOutput
+from ninfer_jax.programs.prefill import PrefillInputs
+from ninfer_jax.programs.slots import Admission
+from ninfer_jax.programs.snapshots import Snapshot, page_bytes
+from ninfer_jax.state import State, StateShape
 from pallas_kernels import cpu
 from pallas_kernels.launch import COMPILER_OPTIONS, lowering_for
 
 Compiled = Any  # `jax.stages.Compiled`, or what stands in for one
-# What `compile_all` compiles. The state is allocated by a program too: one kernel launch instead of one compilation an array.
-ALWAYS = ("allocate", "admit", "release", "prefill", "begin", "decode_round")
-# Those that run while the engine serves, beside weights and state; `allocate` runs before.
-SERVING = tuple(name for name in ALWAYS if name != "allocate")
 
 
 class Programs:
-    """`allocate`, `admit`, `release`, `prefill`, `begin`, `decode_round`, `head` and `settle`, each for exactly one shape.
+    """The programs of the catalogue, each for exactly one shape.
 
     Parameters go in as the leaves of the model's state, `jax.tree.leaves(fill(...))`: to flatten the state itself would
     take longer than everything else the host does in a round (0.6 of 1.1 ms for 160 arrays, measured on a CPU).
-    All but `allocate` and `head` take the state, whose buffers they reuse, and return the new one first. `compile_all`
-    compiles everything but `head` (logits of a whole chunk, for scoring) and `settle` (states that nothing is missing from,
-    to be looked at); these are compiled when first asked for. platform: "cpu" or "cuda". kernels: the form that ops take
-    where they have it (`launch.lowering_for`).
+    Those that take the state reuse its buffers and return the new one first, but for `read_page`, which leaves it as it is.
+    platform: "cpu" or "cuda". kernels: the form that ops take where they have it (`launch.lowering_for`).
     """
 
     def __init__(
@@ -52,25 +43,43 @@ class Programs:
         leaves, structure = jax.tree.flatten(described)
         self.shape, self.chunk, self.config = shape, prefill_chunk_tokens, model.config
         self.platform, self.kernels = platform, kernels
-        self._parameters = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-
         self._graph, self._structure = graph, structure
         flat = nnx.to_flat_state(described)
         self._names = [".".join(map(str, path)) for path, _ in flat]
         self._roles = [leaf.get_metadata()["role"] for _, leaf in flat]
-        self._functions = _functions(self.build, shape.kv, valid_ids)
-        self._functions["settle"] = (partial(settle, width=model.config.conv_width), (0,))
-        self._functions["allocate"] = (partial(allocate_state, model.config, shape), ())
+        parameters = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        self._given = Given(self.build, parameters, model.config, shape, prefill_chunk_tokens, valid_ids)
+        self.short = self._given.short  # rows of the smaller prefill program, None without one
+        self._catalogue = {program.name: program for program in CATALOGUE if program.made(self._given)}
         self._compiled: dict[str, Compiled] = {}
+
+    @property
+    def eager(self) -> tuple[str, ...]:
+        """Names of the programs that `compile_all` compiles, in its order."""
+        return tuple(name for name, program in self._catalogue.items() if program.eager)
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """Names of those that run beside weights and state while an engine serves."""
+        return tuple(name for name, program in self._catalogue.items() if program.serving)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of a snapshot: one may be on the device beside the state."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._given.snapshot))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all pools together."""
+        return page_bytes(self._given.state)
+
+    def workspace(self, name: str, compiled_bytes: int) -> int:
+        """Bytes that the named program takes beside weights, state and staging, of those that its compiler counts."""
+        return max(0, compiled_bytes - (self.staging_bytes if self._catalogue[name].staged else 0))
 
     def result(self, name: str) -> Any:
         """A tree of placeholders with the structure of what the named program returns."""
-        state = state_struct(self.config, self.shape)
-        placeholders: Any = RoundOutput._fields
-        outputs = RoundOutput(*placeholders)
-        return {"allocate": state, "admit": state, "release": state, "settle": state, "prefill": (state, 0), "head": 0}.get(
-            name, (state, outputs)
-        )
+        return self._catalogue[name].result(self._given)
 
     def adopt(self, name: str, compiled: Compiled) -> None:
         """Use `compiled` as the named program."""
@@ -89,111 +98,83 @@ class Programs:
         return self._roles
 
     def compile_all(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile what generation needs, telling `progress` how many programs of how many are done."""
-        for done, name in enumerate(ALWAYS, 1):
-            self._get(name)
+        """Compile what serving needs, telling `progress` how many programs of how many are done."""
+        for done, name in enumerate(self.eager, 1):
+            self.compiled(name)
             if progress:
-                progress(done, len(ALWAYS))
-
-    def allocate(self) -> State:
-        """A zeroed state: every slot empty, every page free."""
-        return self._get("allocate")()
+                progress(done, len(self.eager))
 
     def lowered(self, name: str) -> jax.stages.Lowered:
         """The named program before compilation, for inspection."""
-        return self._lower(*self.source(name))
-
-    def source(self, name: str) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
-        """The named program's function, the shapes of its arguments, and which of them it may overwrite: what compiling it
-        for another machine takes."""
-        function, donated = self._functions[name]
-        return function, self._arguments(name), donated
-
-    def compiled(self, name: str) -> jax.stages.Compiled:
-        """The named program, compiled."""
-        return self._get(name)
-
-    def compile_as(self, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]) -> jax.stages.Compiled:
-        """A function of the caller's own, compiled as the programs are. arguments, donated: as `source` has them."""
-        return self._lower(function, arguments, donated).compile(compiler_options(self.platform))
-
-    def admit(self, state: State, new: Admission) -> State:
-        return self._get("admit")(state, new)
-
-    def release(self, state: State, slot: jax.Array) -> State:
-        return self._get("release")(state, slot)
-
-    def settle(self, state: State) -> State:
-        """`state` with all that was accepted in its recurrent states."""
-        return self._get("settle")(state)
-
-    def prefill(self, parameters: Sequence[jax.Array], state: State, inputs: PrefillInputs) -> tuple[State, jax.Array]:
-        return self._get("prefill")(parameters, state, inputs)
-
-    def begin(self, parameters: Sequence[jax.Array], state: State, slot: jax.Array) -> tuple[State, RoundOutput]:
-        return self._get("begin")(parameters, state, slot)
-
-    def decode_round(self, parameters: Sequence[jax.Array], state: State) -> tuple[State, RoundOutput]:
-        return self._get("decode_round")(parameters, state)
-
-    def head(self, parameters: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
-        """Final-normed hidden `[chunk, hidden]` -> float32 logits `[chunk, vocab]`."""
-        return self._get("head")(parameters, hidden)
-
-    def _lower(self, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]) -> jax.stages.Lowered:
+        function, arguments, donated = self.source(name)
         try:
             with lowering_for(self.platform, self.kernels):
                 return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*arguments)
         except cpu.KernelError as error:
             raise ValueError(f"kernels: {error}") from None
 
-    def _get(self, name: str) -> Compiled:
+    def source(self, name: str) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+        """The named program's function, the shapes of its arguments, and which of them it may overwrite: what compiling it
+        for another machine takes."""
+        program = self._catalogue[name]
+        return program.function(self._given), program.arguments(self._given), program.donated
+
+    def compiled(self, name: str) -> Compiled:
+        """The named program, compiled."""
         if name not in self._compiled:
             self._compiled[name] = self.lowered(name).compile(compiler_options(self.platform))
         return self._compiled[name]
 
-    def _arguments(self, name: str) -> tuple[Any, ...]:
-        state = state_struct(self.config, self.shape)
-        struct: Any = jax.ShapeDtypeStruct
-        integer, tokens = struct((), jnp.int32), struct((self.chunk,), jnp.int32)
-        table = state.slots.table
-        if name == "allocate":
-            return ()
-        if name == "admit":
-            example = admission(0, np.zeros(table.shape[1], np.int32), 1, SamplingParams(), 0, ())
-            return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
-        if name == "release":
-            return state, integer
-        if name == "settle":
-            return (state,)
-        if name == "prefill":
-            positions = struct((3, self.chunk), jnp.int32)
-            return self._parameters, state, PrefillInputs(integer, tokens, tokens, integer, positions)
-        if name == "begin":
-            return self._parameters, state, integer
-        if name == "decode_round":
-            return self._parameters, state
-        return self._parameters, struct((self.chunk, self.config.hidden_size), self.shape.dtype)
+    def allocate(self) -> State:
+        """A zeroed state: every slot empty, every page free."""
+        return self.compiled("allocate")()
+
+    def admit(self, state: State, new: Admission) -> State:
+        return self.compiled("admit")(state, new)
+
+    def release(self, state: State, slot: jax.Array) -> State:
+        return self.compiled("release")(state, slot)
+
+    def settle(self, state: State) -> State:
+        """`state` with all that was accepted in its recurrent states."""
+        return self.compiled("settle")(state)
+
+    def prefill(self, parameters: Sequence[jax.Array], state: State, inputs: PrefillInputs) -> tuple[State, jax.Array]:
+        """Append a chunk: of `chunk` rows, or of `short`."""
+        return self.compiled(self._by_rows("prefill", inputs.tokens))(parameters, state, inputs)
+
+    def begin(self, parameters: Sequence[jax.Array], state: State, slot: jax.Array) -> tuple[State, RoundOutput]:
+        return self.compiled("begin")(parameters, state, slot)
+
+    def decode_round(self, parameters: Sequence[jax.Array], state: State) -> tuple[State, RoundOutput]:
+        return self.compiled("decode_round")(parameters, state)
+
+    def step(self, parameters: Sequence[jax.Array], state: State, slot: jax.Array, token: jax.Array) -> tuple[State, jax.Array]:
+        return self.compiled("step")(parameters, state, slot, token)
+
+    def snapshot(self, state: State, slot: jax.Array) -> tuple[State, Snapshot]:
+        return self.compiled("snapshot")(state, slot)
+
+    def restore(self, state: State, slot: jax.Array, given: Snapshot, seen: jax.Array) -> State:
+        return self.compiled("restore")(state, slot, given, seen)
+
+    def read_page(self, state: State, page: jax.Array) -> jax.Array:
+        return self.compiled("read_page")(state, page)
+
+    def write_page(self, state: State, page: jax.Array, data: jax.Array) -> State:
+        return self.compiled("write_page")(state, page, data)
+
+    def copy_page(self, state: State, source: jax.Array, target: jax.Array) -> State:
+        return self.compiled("copy_page")(state, source, target)
+
+    def head(self, parameters: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:
+        """Final-normed hidden `[rows, hidden]` of a prefill call -> float32 logits `[rows, vocab]`."""
+        return self.compiled(self._by_rows("head", hidden))(parameters, hidden)
+
+    def _by_rows(self, name: str, given: jax.Array) -> str:
+        return name if len(given) == self.chunk else f"{name}_short"
 
 
 def compiler_options(platform: str) -> dict[str, Any] | None:
     """XLA's options for programs on "cpu" or "cuda", compiled there or elsewhere."""
     return dict(COMPILER_OPTIONS) if platform != "cpu" else None
-
-
-def _functions(
-    build: Callable[[Sequence[jax.Array]], TextModel], kv: str, valid_ids: int
-) -> dict[str, tuple[Callable[..., Any], tuple[int, ...]]]:
-    """Each program as a function of arrays, and the arguments it may overwrite."""
-
-    def with_model(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda parameters, *rest: function(build(parameters), *rest)
-
-    return {
-        "admit": (admit, (0,)),
-        "release": (release, (0,)),
-        "prefill": (with_model(partial(prefill_chunk, kv=kv)), (1,)),
-        "begin": (with_model(partial(begin, kv=kv, valid_ids=valid_ids)), (1,)),
-        "decode_round": (with_model(partial(decode_round, kv=kv, valid_ids=valid_ids)), (1,)),
-        "head": (with_model(lambda model, hidden: model.logits(hidden)), ()),
-    }

@@ -82,6 +82,7 @@ def admit(state: State, new: Admission) -> State:
             token=put(slots.token, 0),
             drafts=put(slots.drafts, 0),
             hidden=put(slots.hidden, 0),
+            linked=put(slots.linked, False),
             active=put(slots.active, False),
             left=put(slots.left, new.left),
             rope_delta=put(slots.rope_delta, 0),

@@ -23,7 +23,8 @@ class Slots(NamedTuple):
     length int32 `[S]`: tokens that the recurrent states and pages have consumed.
     token int32 `[S]`: the last emitted token, not consumed yet.
     drafts int32 `[S, K]`: proposals for the tokens after it.
-    hidden `[S, hidden]`: final-normed hidden of the last consumed token (read once, to sample the first token).
+    hidden `[S, hidden]`: final-normed hidden of the last token of the prompt so far; the first token is drawn from it.
+    linked bool `[S]`: that is the token at `length` - 1, and the MTP layer's entry there waits for the token after it.
     active bool `[S]`: takes part in decode rounds.
     left int32 `[S]`: tokens that may still be emitted.
     rope_delta int32 `[S]`: RoPE position minus cache position, 0 for text.
@@ -34,6 +35,7 @@ class Slots(NamedTuple):
     token: jax.Array
     drafts: jax.Array
     hidden: jax.Array
+    linked: jax.Array
     active: jax.Array
     left: jax.Array
     rope_delta: jax.Array
@@ -113,6 +115,7 @@ def state_struct(model: ModelConfig, shape: StateShape) -> State:
         token=array((s,), jnp.int32),
         drafts=array((s, shape.draft), jnp.int32),
         hidden=array((s, model.hidden_size), dtype),
+        linked=array((s,), jnp.bool_),
         active=array((s,), jnp.bool_),
         left=array((s,), jnp.int32),
         rope_delta=array((s,), jnp.int32),

@@ -90,8 +90,8 @@ def test_prefill_lets_what_waits_in_its_slot_enter_first(draft_engine):
         if settle:
             runner.settle()
         before, length = arrays_of(runner.state, 1), int(runner.state.slots.length[0])
-        positions = np.broadcast_to(length + np.arange(64, dtype=np.int32), (3, 64)).copy()
-        inputs = PrefillInputs(np.int32(0), tokens, np.full(64, -1, np.int32), np.int32(3), positions)
+        positions = np.broadcast_to(length - 1 + np.arange(65, dtype=np.int32), (3, 65)).copy()
+        inputs = PrefillInputs(np.int32(0), tokens, np.int32(3), positions)
         state, hidden = programs.prefill(runner.pool.parameters, runner.state, inputs)
         assert_same(arrays_of(state, 1), before)
         assert int(state.pending.count[0]) == int(state.pending.start[0]) == 0

@@ -80,8 +80,11 @@ def test_programs_copy_no_pool(kernels: str | None) -> None:
     shape = state_shape(model, EngineConfig(context=256, draft=1, pool=(PAGES - 1) * PAGE), "bf16", jnp.float32)
     assert shape.pages == PAGES
     programs = Programs(TextModel(model, jnp.float32, mtp=True), shape, 64, 96, "cpu", kernels)
-    for name in ["prefill", "begin", "decode_round"]:
+    for name in ["prefill", "begin", "decode_round", "snapshot", "restore", "write_page", "copy_page"]:
         check(programs.compiled(name), state_struct(model, shape))
+    read = programs.compiled("read_page")
+    assert {opcode for opcode, _ in of_pool_size(read.as_text())} == {"parameter"}
+    assert read.memory_analysis().temp_size_in_bytes < PAGES
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

@@ -71,24 +71,21 @@ class Sequence:
         state = allocate_state(harness.config, harness.shape)
         self.state: State = self._programs.admit(state, admission(int(self._slot), self.table, CONTEXT, params, 0, ()))
 
-    def prefill(
-        self, ids: np.ndarray, cut: int | None = None, positions: np.ndarray | None = None, padding: int = 0, following: int = -1
-    ) -> np.ndarray:
-        """Append `ids` in pieces of `cut` tokens; padding rows get the id `padding`. `following` is the token after the
-        last, if known. Returns the final-normed hidden `[tokens, hidden]`."""
+    def prefill(self, ids: np.ndarray, cut: int | None = None, positions: np.ndarray | None = None, padding: int = 0) -> np.ndarray:
+        """Append `ids` in pieces of `cut` tokens; padding rows get the id `padding`. positions `[3, tokens]`: of the first chunk of
+        a sequence where they are not the text's. Returns the final-normed hidden `[tokens, hidden]`."""
         start, cut = self.length, cut or CHUNK
-        after = np.append(ids[1:], following)
         if positions is None:
             positions = np.broadcast_to(start + np.arange(len(ids)), (3, len(ids)))
+        from_before = np.concatenate([positions[:, :1] - 1, positions], axis=1)
         out = []
         for at in range(0, len(ids), cut):
             piece = slice(at, min(at + cut, len(ids)))
             count = piece.stop - piece.start
             tokens = np.full(CHUNK, padding, np.int32)
-            next_tokens = np.full(CHUNK, padding, np.int32)
-            where = np.full((3, CHUNK), padding, np.int32)
-            tokens[:count], next_tokens[:count], where[:, :count] = ids[piece], after[piece], positions[:, piece]
-            inputs = PrefillInputs(self._slot, tokens, next_tokens, np.int32(count), where)
+            where = np.full((3, CHUNK + 1), padding, np.int32)
+            tokens[:count], where[:, : count + 1] = ids[piece], from_before[:, at : piece.stop + 1]
+            inputs = PrefillInputs(self._slot, tokens, np.int32(count), where)
             self.state, hidden = self._programs.prefill(self._parameters, self.state, inputs)
             out.append(np.asarray(hidden)[:count])
         return np.concatenate(out)

@@ -33,7 +33,7 @@ def test_a_prompt_leaves_keys_and_values_of_every_known_next_token(harness, expe
     """Also across a chunk border, where the token after the last row is the first of the next chunk."""
     name = CASES[0]
     sequence = harness(name).sequence()
-    sequence.prefill(ids[:65], following=ids[65])
+    sequence.prefill(ids[:65])
     sequence.prefill(ids[65:100], cut=20)
     _, _, keys, values = reference(name).mtp(expected(name, 200).hidden[:99], ids[1:100])
     k, v = sequence.mtp_pages(100)

@@ -104,10 +104,10 @@ def run(programs, parameters, shape, ids):
     state = programs.admit(
         allocate_state(CONFIG, shape), admission(0, np.array([1, 2, 3, 4], np.int32), 40, SamplingParams(temperature=0), 0, ())
     )
-    tokens, following = np.zeros(CHUNK, np.int32), np.full(CHUNK, -1, np.int32)
-    tokens[: len(ids)], following[: len(ids) - 1] = ids, ids[1:]
-    positions = np.broadcast_to(np.arange(CHUNK, dtype=np.int32), (3, CHUNK)).copy()
-    inputs = PrefillInputs(np.int32(0), tokens, following, np.int32(len(ids)), positions)
+    tokens = np.zeros(CHUNK, np.int32)
+    tokens[: len(ids)] = ids
+    positions = np.broadcast_to(np.arange(-1, CHUNK, dtype=np.int32), (3, CHUNK + 1)).copy()
+    inputs = PrefillInputs(np.int32(0), tokens, np.int32(len(ids)), positions)
     state, hidden = programs.prefill(parameters, state, inputs)
     logits = programs.head(parameters, hidden)
     hidden = np.asarray(hidden, np.float32)[: len(ids)]

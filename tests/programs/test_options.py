@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from ninfer_jax.config import EngineConfig
-from ninfer_jax.programs import card
-from ninfer_jax.programs.programs import ALWAYS, Programs
+from ninfer_jax.programs import Programs, card
+from ninfer_jax.programs.catalogue import CATALOGUE
 from ninfer_jax.programs.setup import model_of, resolve
 from pallas_kernels import deviceless, launch
 
@@ -28,7 +28,7 @@ class Lowered:
 SIZES = [f"{part}_size_in_bytes" for part in ("argument", "output", "alias", "temp")]
 
 
-@pytest.mark.parametrize("name", [*ALWAYS, "head", "settle"])
+@pytest.mark.parametrize("name", [program.name for program in CATALOGUE])
 def test_a_card_compiles_as_what_is_compiled_for_it_elsewhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`Engine.load` on a GPU against `compile`, `plan` and `make check-27b`, which all go through `compile_program`: the options,
     but where the second dumps to, and how the function is lowered."""
@@ -54,10 +54,11 @@ def test_a_card_compiles_as_what_is_compiled_for_it_elsewhere(name: str, monkeyp
 
 def test_on_a_cpu_nothing_has_options() -> None:
     programs: Programs = resolve(*model_of("tiny"), EngineConfig(context=64), "cpu").programs()
+    names = [program.name for program in CATALOGUE]
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         asked: list = []
         patch.setattr(Programs, "lowered", lambda self, name: Lowered(asked))
-        for name in ALWAYS:
+        for name in names:
             programs.compiled(name)
-    assert asked == [None] * len(ALWAYS)
+    assert asked == [None] * len(names)

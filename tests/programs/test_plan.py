@@ -15,7 +15,6 @@ from ninfer_jax.config import preset, recipe
 from ninfer_jax.programs import Programs
 from ninfer_jax.programs.card import Compilation
 from ninfer_jax.programs.plan import CONTEXT_ALLOWANCE, WORKSPACE_ALLOWANCE, make_plan, resident_bytes
-from ninfer_jax.programs.programs import SERVING
 from ninfer_jax.programs.setup import model_of, resolve
 
 RUN = CliRunner()
@@ -29,7 +28,7 @@ def compilation(name: str, temporary: int) -> Compilation:
 def plan_27b(**shapes: object):
     engine = Config(**{"context": 262_144, "kv": "rk4v4-e8", "draft": 3, "prefill_chunk": 1024} | shapes)
     setup = resolve(preset("qwen3_8_27b"), 248_077, engine, "cuda", recipe("q4"))
-    compiled = {name: (compilation(name, 100 << 20), 4 << 20) for name in SERVING}
+    compiled = {name: (compilation(name, 100 << 20), 4 << 20) for name in setup.programs().serving}
     return setup, make_plan(setup, "rtx4090", 25_393_692_672, compiled)
 
 
@@ -47,7 +46,10 @@ def test_the_27b_by_hand() -> None:
     assert by_role["mlp"] + by_role["attention"] + by_role["gdn"] == body * (0.5 + 1 / 64) + 4 * columns
     assert by_role["head"] == 248_320 * (5120 * (1 + 1 / 128) + 4)
     assert by_role["embed"] == 248_320 * 5120 * (0.5 + 2 / 64)
-    assert max(made.workspace.values()) == 100 << 20 and made.executables == 5 * (4 << 20)
+    # One slot's matrices and window of three inputs a layer, the last hidden, and what says where it stands.
+    assert made.staging == 48 * (48 * 128 * 128 * 4 + 3 * 10_240 * 2) + 5120 * 2 + 4 + 4 + 1
+    assert made.workspace["snapshot"] == 0  # 100 MiB are less than its result, for which there is room
+    assert max(made.workspace.values()) == 100 << 20 and made.executables == 10 * (4 << 20)
 
 
 def test_the_advised_context_fits_and_one_page_more_does_not() -> None:
@@ -67,12 +69,13 @@ def test_the_advised_context_fits_and_one_page_more_does_not() -> None:
 def test_the_command_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 3, both byte counts and what would fit; on the CPU, with a card of 60 MB, which weights and states would fit."""
     monkeypatch.setattr(cli, "_card_bytes", lambda target: 60_000_000)
-    compiled = {name: (compilation(name, 30_000_000), 1000) for name in SERVING}
+    serving = resolve(*model_of("tiny"), EngineConfig(), "cpu").programs().serving
+    compiled = {name: (compilation(name, 30_000_000), 1000) for name in serving}
     monkeypatch.setattr(cli, "_compile", lambda *arguments: compiled)
     done = RUN.invoke(app, ["plan", str(tiny_path()), "--target", "cpu", "--context", "4096", "--slots", "4", "--json"])
     assert done.exit_code == cli.OVER_BUDGET
     facts = json.loads(done.stdout)
-    assert facts["workspace_bytes"] == 30_000_000 and facts["executables_bytes"] == 1000 * len(SERVING)
+    assert facts["workspace_bytes"] == 30_000_000 and facts["executables_bytes"] == 1000 * len(serving)
     assert not facts["fits"] and facts["slack_bytes"] == facts["card_bytes"] - facts["total_bytes"] < 0
     keys = {
         "weights_bytes",
