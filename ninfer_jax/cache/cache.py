@@ -14,7 +14,7 @@ from ninfer_jax.cache.counters import Counters
 from ninfer_jax.cache.disk import DiskTier, Notice
 from ninfer_jax.cache.policy import KINDS, Mark, superfluous
 from ninfer_jax.cache.store import NoRoom, Store
-from ninfer_jax.cache.tree import HOST, TIERS, Checkpoint, Media, Tree, key_of
+from ninfer_jax.cache.tree import DISK, HOST, TIERS, Checkpoint, Media, Tree, key_of
 from ninfer_jax.config import PAGE
 
 
@@ -32,7 +32,7 @@ class Image:
 
 
 class Hit:
-    """What is known of a prompt. length: tokens that a checkpoint covers, 0 for none; tier: "host", "disk" or None.
+    """The known part of a prompt. length: tokens that a checkpoint covers, 0 for none; tier: "host", "disk" or None.
 
     seen: tokens that match pages seen before, whether a checkpoint is there or not. What it covers stays until `end`, which
     `with` calls.
@@ -41,15 +41,19 @@ class Hit:
     def __init__(self, cache: PrefixCache, checkpoint: Checkpoint | None, seen: int):
         self._cache, self._checkpoint, self.seen = cache, checkpoint, seen
         self.length = 0 if checkpoint is None else checkpoint.length
-        self.tier = None if checkpoint is None else TIERS[0 if checkpoint.within(HOST) else 1]
+        self.tier = None if checkpoint is None else TIERS[HOST if checkpoint.within(HOST) else DISK]
         if checkpoint is not None:
             checkpoint.pins += 1
 
     def load(self) -> Image | None:
         """The bytes; None, and the hit is a miss, where they cannot be had any more."""
-        checkpoint = self._checkpoint
+        checkpoint, counters = self._checkpoint, self._cache.counters
         if checkpoint is not None and (image := self._cache.image(checkpoint)) is not None:
+            counters.cached_tokens += self.length
+            counters.hits_host += self.tier == TIERS[HOST]
+            counters.hits_disk += self.tier != TIERS[HOST]
             return image
+        counters.failed += checkpoint is not None
         self.end()
         self.length, self.tier = 0, None
         return None
@@ -99,6 +103,8 @@ class PrefixCache:
             found = self._tree.match(_array(tokens), media, most)
             if found.checkpoint is not None:
                 self._tree.touch(found.checkpoint)
+            self.counters.lookups += 1
+            self.counters.prompt_tokens += len(tokens)
             return Hit(self, found.checkpoint, found.pages * PAGE)
 
     def image(self, checkpoint: Checkpoint) -> Image | None:
@@ -198,6 +204,7 @@ class PrefixCache:
     def _begin(self) -> None:
         folder, identity, disk_bytes, notice = self._place
         self._tree = Tree()
+        self.counters.host_bytes = self.counters.disk_bytes = 0
         disk = None if folder is None else DiskTier(folder, identity, disk_bytes, notice, self.counters)
         self._store = Store(self._tree, self.page_bytes, self.state_bytes, self.host_bytes, disk, self.counters)
 

@@ -121,14 +121,14 @@ def difference(written: Mapping[str, Any], wanted: Identity) -> str:
 def _open(path: Path) -> Any:
     """The file, opened for reading; BadFile for links, pipes, other people's files and whatever cannot be opened."""
     try:
-        file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise BadFile("is a link" if error.errno == errno.ELOOP else f"cannot be read ({error.strerror})") from None
-    about = os.fstat(file.fileno())
+    about = os.fstat(number)
     if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
-        file.close()
+        os.close(number)
         raise BadFile("is no regular file" if not stat.S_ISREG(about.st_mode) else "belongs to another user")
-    return file
+    return open(number, "rb", buffering=0)
 
 
 def _digest(data: bytes | np.ndarray) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Counters:
     """Since the engine started, but for the bytes held, which are of now.
 
-    lookups: prompts. hits_host, hits_disk: those continued from a checkpoint, by where it lay; failed: whose restore failed, a miss.
-    prompt_tokens, cached_tokens: of all prompts. stored: checkpoints taken; refused: for which there was no room.
+    lookups: prompts. hits_host, hits_disk: those continued from a checkpoint, by where it lay; failed: whose restore failed,
+    a miss. prompt_tokens, cached_tokens: of all prompts. stored: checkpoints taken; refused: for which there was no room.
     evicted: checkpoints dropped; spilled: those that only left host memory. bad_files: passed over.
     restore_s: seconds that restores took; snapshot_s: that taking checkpoints took.
     """

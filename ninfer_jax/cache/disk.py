@@ -1,7 +1,7 @@
 """The directory that keeps pages and checkpoints from one start of an engine to the next.
 
-Whatever it meets there, the engine goes on: a file that is foreign, damaged or cut off is passed over with one line, and left where it
-is; a directory that cannot be written, or a disk that is full, ends the writing with one line.
+Whatever it meets there, the engine goes on: a file that is foreign, damaged or cut off is passed over with one line, and left
+where it is; a directory that cannot be written, or a disk that is full, ends the writing with one line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lengths at which checkpoints are taken, which of them a conversation keeps, and the order in which they go.
 
-A checkpoint costs as many bytes as the pages of thousands of tokens, so a conversation has a dozen at most. They lie where agents come
-back to: the end of the system text and tools (every conversation starts there), the starts of the last two user turns (edits, retries),
-the end of a prompt and of a turn (the next one), a branch point that was met before, and every 8,192 tokens on a long way.
+A checkpoint costs as many bytes as the pages of thousands of tokens, so a conversation has a dozen at most. They lie where agents
+come back to: the end of the system text and tools (every conversation starts there), the starts of the last two user turns (edits,
+retries), the end of a prompt and of a turn (the next one), a branch point that was met before, and every 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 def planned(tokens: int, marks: Iterable[Mark] = (), *, grid: int, have: int = 0, branch: int = 0) -> list[Mark]:
     """Checkpoints to take while a prompt of `tokens` is prefilled from `have` on, shortest first, at multiples of `grid`.
 
-    marks: SYSTEM, USER and END of the prompt, END its end where none is given. branch: tokens that match pages seen before; 0 for none.
+    marks: SYSTEM, USER and END of the prompt, END its end where none is given. branch: tokens that match pages seen before, or 0.
     """
     marks = list(marks)
     users = [m for m in marks if m.kind == USER][-USERS:]

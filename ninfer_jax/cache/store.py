@@ -23,7 +23,7 @@ class NoRoom(Exception):
 
 
 class Store:
-    """Where the data of `tree` are. Never holds more than `budget` bytes in host memory, nor than the disk tier's own on disk.
+    """The places of the data of `tree`. Never holds more than `budget` bytes in host memory, nor than the disk tier's own on disk.
 
     page_bytes, state_bytes: sizes of a page and of a state; a checkpoint whose last page is not full holds that one too.
     """

@@ -1,9 +1,9 @@
 """Radix tree over pages of token ids, with checkpoints hung where the recurrent states of a prefix are known.
 
-A page's data is worth keeping for one reason: a checkpoint at or below it, since keys and values cannot be used without the recurrent
-states at their end. So every node counts the checkpoints at or below it, one count a tier, and a count that falls to zero frees the
-data. The node itself stays for a while, as a page that was seen: where a prompt matches further than any checkpoint reaches, others
-have been there before, and a checkpoint at that branch point will serve the next.
+A page's data is worth keeping for one reason: a checkpoint at or below it, since keys and values cannot be used without the
+recurrent states at their end. So every node counts the checkpoints at or below it, one count a tier, and a count that falls to
+zero frees the data. The node itself stays for a while, as a page that was seen: where a prompt matches further than any
+checkpoint reaches, others have been there before, and a checkpoint at that branch point will serve the next.
 """
 
 from __future__ import annotations
@@ -85,14 +85,6 @@ class Node:
             up.append(node)
             node = node.parent
         return up[::-1]
-
-    def below(self) -> Iterator[Checkpoint]:
-        """Checkpoints of this page and of all that follow it."""
-        nodes = [self]
-        while nodes:
-            node = nodes.pop()
-            yield from node.checkpoints.values()
-            nodes.extend(child for child in node.children.values() if child.counts[HOST] or child.counts[DISK])
 
 
 class Match(NamedTuple):
@@ -215,8 +207,13 @@ class Tree:
         return sorted(way, key=lambda c: c.length)
 
     def is_frontier(self, checkpoint: Checkpoint) -> bool:
-        """Whether no other checkpoint continues it past its page: the newest of its conversation."""
-        return all(other.node is checkpoint.node and other.length <= checkpoint.length for other in checkpoint.node.below())
+        """Whether no other checkpoint continues it past its page, nor is longer in it: the newest of its conversation."""
+        node = checkpoint.node
+        here = node.checkpoints.values()
+        below = node.parent is not None and node.counts != [sum(c.within(tier) for c in here) for tier in (HOST, DISK)]
+        if node.parent is None:
+            below = any(any(child.counts) for child in node.children.values())
+        return not below and all(c.length <= checkpoint.length for c in here)
 
     def check(self, nodes: list[Node]) -> None:
         """AssertionError where the books of pages that were merely seen disagree with `nodes`, all there are."""
