@@ -69,7 +69,7 @@ class DiskTier:
         return files
 
     def head(self, kind: str, fields: Mapping[str, Any], pieces: Sequence[np.ndarray]) -> bytes:
-        """What a file begins with, for `write`: its size is that of this and the pieces."""
+        """The beginning of a file, for `write`: its size is that of this and the pieces."""
         return packed(kind, self._identity, fields, pieces)
 
     def write(self, name: str, kind: str, fields: Mapping[str, Any], head: bytes, pieces: Sequence[np.ndarray]) -> File | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import stat
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ninfer_jax.cache.container import BadFile, packed, read_head, read_piece, write
-from tests.cache.conftest import IDENTITY, PAGE, PAGE_BYTES, STATE_BYTES, assert_image, keep
+from tests.cache.conftest import IDENTITY, PAGE, PAGE_BYTES, STATE_BYTES, assert_image, keep, turn
 
 PROMPTS = [[1] * 200, [1] * 128 + [2] * 100, [3] * 64, [1] * 128 + [2] * 300, [4] * 30]
 
@@ -169,47 +170,46 @@ def test_a_place_that_is_no_directory_is_one_line(make, tmp_path):
     assert cache.told and all("file" in line for line in cache.told)
 
 
-WRITER = """
-import sys, pathlib
-sys.path.insert(0, {root!r})
-from tests.cache.conftest import IDENTITY, PAGE_BYTES, STATE_BYTES, keep
+NURSERY = """
+import os, pathlib, sys
 from ninfer_jax.cache import PrefixCache
-cache = PrefixCache(PAGE_BYTES, STATE_BYTES, 4000, folder=pathlib.Path(sys.argv[1]), disk_bytes=60_000, identity=IDENTITY)
-print("ready", flush=True)
-number = int(sys.argv[2])
-while True:
-    number += 1
-    keep(cache, [number % 7] * (64 * (number % 5) + number % 3 * 40 + 1), "branch")
-    cache.idle()
+from tests.cache.conftest import IDENTITY, PAGE_BYTES, STATE_BYTES, keep, turn
+for line in sys.stdin:
+    number = int(line)
+    if child := os.fork():
+        print(child, flush=True)
+        os.waitpid(child, 0)
+        print("dead", flush=True)
+        continue
+    cache = PrefixCache(PAGE_BYTES, STATE_BYTES, 4000, folder=pathlib.Path(sys.argv[1]), disk_bytes=60_000, identity=IDENTITY)
+    while True:
+        number += 1
+        keep(cache, turn(number), "branch")
+        cache.idle()
 """
 
 
 def test_a_writer_killed_at_any_point_leaves_nothing_that_is_believed(make, tmp_path):
-    """50 times, in one directory, so that each finds what the last one's death has left."""
-    rng, folder, root = random.Random(1), tmp_path / "c", str(Path(__file__).parents[2])
-    prompts = [[number % 7] * (64 * (number % 5) + number % 3 * 40 + 1) for number in range(105)]
-    found = 0
-    for start in range(10):
-        # Five writers at a time: most of the time goes into starting Python.
-        writers = [
-            subprocess.Popen(
-                [sys.executable, "-c", WRITER.format(root=root), str(folder), str(start * 5 + n)], stdout=subprocess.PIPE
-            )
-            for n in range(5)
-        ]
-        for writer in writers:
-            assert writer.stdout.readline() == b"ready\n"
-        for writer in writers:
-            time.sleep(rng.random() * 0.01)
-            writer.kill()
-            writer.wait()
-            writer.stdout.close()
-        cache = make(folder=folder, disk=60_000)
-        assert_whole(cache, prompts)
-        found += cache.counters.hits_disk
-        cache.close()
-        # Temporary files of the dead are gone.
-        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    """50 times, in one directory, so that each finds what the last one's death has left. One process forks the writers, because most
+    of the time would go into starting Python."""
+    rng, folder, found = random.Random(1), tmp_path / "c", 0
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", NURSERY, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as nursery:
+        for start in range(50):
+            nursery.stdin.write(f"{start * 5}\n")
+            nursery.stdin.flush()
+            writer = int(nursery.stdout.readline())
+            time.sleep(rng.random() * 0.02)
+            os.kill(writer, signal.SIGKILL)
+            assert nursery.stdout.readline() == "dead\n"
+            cache = make(folder=folder, disk=60_000)
+            # Temporary files of the dead are gone.
+            assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+            assert_whole(cache, [turn(number) for number in range(105)])
+            assert not cache.told
+            found += cache.counters.hits_disk
+        nursery.stdin.close()
     assert found > 0
 
 
