@@ -67,7 +67,7 @@ def write(path: Path, head: bytes, pieces: Sequence[np.ndarray]) -> None:
 
 
 def read_head(path: Path, identity: Identity | None) -> Contents:
-    """The contents of a file, its pieces not yet looked at. BadFile where it is not a whole file of this identity (None: of any)."""
+    """The contents of a file, its pieces not yet looked at. BadFile where it is no whole file of this identity (None: of any)."""
     with _open(path) as file:
         size, start = os.fstat(file.fileno()).st_size, file.read(_FIXED) or b""
         if not start.startswith(MAGIC) or len(start) < _FIXED:

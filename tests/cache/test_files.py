@@ -190,7 +190,7 @@ for line in sys.stdin:
 
 
 def test_a_writer_killed_at_any_point_leaves_nothing_that_is_believed(make, tmp_path):
-    """50 times, in one directory, so that each finds what the last one's death has left. One process forks the writers, because most
+    """50 times, in one directory: each finds what the last one's death has left. One process forks the writers, because most
     of the time would go into starting Python."""
     rng, folder, found = random.Random(1), tmp_path / "c", 0
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
