@@ -111,6 +111,12 @@ def test_a_refused_checkpoint_costs_nobody_anything(make):
     assert keep(cache, [1] * PAGE)
     assert not keep(cache, [2] * (PAGE * 4)) and cache.find([1] * 65).length == PAGE
     cache.check()
+    cache = make(2 * STATE_BYTES + 4 * PAGE_BYTES)
+    assert keep(cache, [1] * PAGE) and keep(cache, [2] * PAGE)
+    with cache.find([1] * PAGE):
+        assert not keep(cache, [3] * (PAGE * 4))  # not even without the second
+    assert cache.find([2] * PAGE).length == PAGE
+    cache.check()
 
 
 def test_an_error_while_bytes_are_fetched_leaves_nothing_behind(make):
