@@ -117,12 +117,9 @@ class Tree:
         node, found = self.root, None
         while True:
             for checkpoint in node.checkpoints.values():
-                deeper = found is None or checkpoint.length > found.length
-                if (
-                    deeper
-                    and checkpoint.length <= most
-                    and checkpoint.key == key_of(tokens, node.depth * PAGE, checkpoint.length, media)
-                ):
+                length = checkpoint.length
+                deeper = length <= most and (found is None or length > found.length)
+                if deeper and checkpoint.key == key_of(tokens, node.depth * PAGE, length, media):
                     found = checkpoint
             start = node.depth * PAGE
             child = node.children.get(key_of(tokens, start, start + PAGE, media)) if start + PAGE <= len(tokens) else None
