@@ -1,0 +1,227 @@
+"""Prefixes of prompts that need no second prefill: found, kept, given back. Knows bytes and token ids, no device and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ninfer_jax.cache.container import BadFile, Identity
+from ninfer_jax.cache.counters import Counters
+from ninfer_jax.cache.disk import DiskTier, Notice
+from ninfer_jax.cache.policy import KINDS, Mark, superfluous
+from ninfer_jax.cache.store import NoRoom, Store
+from ninfer_jax.cache.tree import DISK, HOST, TIERS, Checkpoint, Media, Tree, key_of
+from ninfer_jax.config import PAGE
+
+
+@dataclass(frozen=True)
+class Image:
+    """All that a sequence of `length` tokens is on a device, as bytes on the host.
+
+    state: recurrent and convolution states. pages: of its whole pages, first to last. tail: of the page that is not full, or None.
+    """
+
+    length: int
+    state: np.ndarray
+    pages: list[np.ndarray]
+    tail: np.ndarray | None
+
+
+class Hit:
+    """The known part of a prompt. length: tokens that a checkpoint covers, 0 for none; tier: "host", "disk" or None.
+
+    seen: tokens that match pages seen before, whether a checkpoint is there or not. What it covers stays until `end`, which
+    `with` calls.
+    """
+
+    def __init__(self, cache: PrefixCache, checkpoint: Checkpoint | None, seen: int):
+        self._cache, self._checkpoint, self.seen = cache, checkpoint, seen
+        self.length = 0 if checkpoint is None else checkpoint.length
+        self.tier = None if checkpoint is None else TIERS[HOST if checkpoint.within(HOST) else DISK]
+        if checkpoint is not None:
+            checkpoint.pins += 1
+
+    def load(self) -> Image | None:
+        """The bytes; None, and the hit is a miss, where they cannot be had any more."""
+        checkpoint, counters = self._checkpoint, self._cache.counters
+        if checkpoint is not None and (image := self._cache.image(checkpoint)) is not None:
+            counters.cached_tokens += self.length
+            counters.hits_host += self.tier == TIERS[HOST]
+            counters.hits_disk += self.tier != TIERS[HOST]
+            return image
+        counters.failed += checkpoint is not None
+        self.end()
+        self.length, self.tier = 0, None
+        return None
+
+    def end(self) -> None:
+        """Rely on it no longer."""
+        if self._checkpoint is not None:
+            self._checkpoint.pins -= 1
+            self._checkpoint = None
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+
+class PrefixCache:
+    """Pages and checkpoints of all sequences that ran here, at most `host_bytes` of them in host memory, more in `folder`.
+
+    page_bytes, state_bytes: of a page and of a checkpoint's states. folder: kept from start to start, up to `disk_bytes`; None for
+    none. identity: what must be equal for bytes to mean the same: model, format, code. notice: called with a line for all that goes
+    wrong with files; nothing that does stops the engine. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        page_bytes: int,
+        state_bytes: int,
+        host_bytes: int,
+        *,
+        folder: Path | None = None,
+        disk_bytes: int = 0,
+        identity: Identity | None = None,
+        notice: Notice = lambda line: None,
+    ):
+        self.page_bytes, self.state_bytes, self.host_bytes = page_bytes, state_bytes, host_bytes
+        self.counters = Counters()
+        self._place = (folder, identity or {}, disk_bytes, notice)
+        self._unwritten: list[Checkpoint] = []
+        self._changing = False
+        self._begin()
+
+    def find(self, tokens: Sequence[int], media: Sequence[Media] = (), most: int | None = None) -> Hit:
+        """The deepest checkpoint of at most `most` tokens (None: of all) on the way of a prompt."""
+        with self._change():
+            found = self._tree.match(_array(tokens), media, most)
+            if found.checkpoint is not None:
+                self._tree.touch(found.checkpoint)
+            self.counters.lookups += 1
+            self.counters.prompt_tokens += len(tokens)
+            return Hit(self, found.checkpoint, found.pages * PAGE)
+
+    def image(self, checkpoint: Checkpoint) -> Image | None:
+        """The bytes of a checkpoint, brought to host memory if need be; None where that fails."""
+        if checkpoint not in self._tree.checkpoints:
+            return None  # of a tree that was given up
+        with self._change():
+            try:
+                self._store.bring(checkpoint)
+            except (NoRoom, BadFile):
+                return None
+            pages = [node.data for node in checkpoint.node.path() if node.data is not None]
+            assert checkpoint.state is not None  # it has just been brought
+            return Image(checkpoint.length, checkpoint.state, pages, checkpoint.tail)
+
+    def keep(
+        self,
+        tokens: Sequence[int],
+        kind: str,
+        state: Callable[[], tuple[np.ndarray, np.ndarray | None]],
+        pages: Callable[[list[int]], Iterable[np.ndarray]],
+        media: Sequence[Media] = (),
+    ) -> bool:
+        """Keep a checkpoint after all of `tokens`; False where there is no room, or no need because it is kept already.
+
+        state() -> states uint8 `[state_bytes]`, and the last page where it is not full, uint8 `[page_bytes]`, else None.
+        pages(indices) -> those of the whole pages that are not kept yet. The arrays are the cache's from then on. What they raise
+        goes to the caller, and nothing is kept.
+        """
+        ids = _array(tokens)
+        with self._change():
+            node = self._tree.extend(ids, media)
+            checkpoint = Checkpoint(node, key_of(ids, node.depth * PAGE, len(ids), media), len(ids), kind)
+            if (known := node.checkpoints.get(checkpoint.key)) is not None:
+                known.kind = min(known.kind, kind, key=KINDS.index)
+                self._tree.touch(known)
+                return False
+            self._tree.hang(checkpoint, HOST)
+            checkpoint.pins, done = 1, False
+            try:
+                missing = [node for node in checkpoint.node.path() if node.data is None]
+                self._store.make_room(len(missing) * self.page_bytes + self._store.bytes_of(checkpoint))
+                if missing:
+                    for node, data in zip(missing, pages([node.depth - 1 for node in missing]), strict=True):
+                        self._store.put_page(node, data)
+                self._store.put_state(checkpoint, *state())
+                done = True
+            except NoRoom:
+                self.counters.refused += 1
+                return False
+            finally:
+                checkpoint.pins = 0
+                if not done:
+                    self._store.abandon(checkpoint)
+            self.counters.stored += 1
+            self._tree.touch(checkpoint)
+            self._thin(checkpoint)
+            self._unwritten.append(checkpoint)
+            return True
+
+    def seen(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> None:
+        """Note that these tokens ran, for branch points to come."""
+        with self._change():
+            self._tree.extend(_array(tokens), media)
+
+    def idle(self) -> bool:
+        """Write one checkpoint to disk that is not there yet; whether there was one to write."""
+        while self._unwritten:
+            checkpoint = self._unwritten.pop()
+            if checkpoint in self._tree.checkpoints and checkpoint.file is None:
+                with self._change():
+                    self._store.persist(checkpoint)
+                return True
+        return False
+
+    def close(self) -> None:
+        """Write all that is not on disk yet, the newest first."""
+        while self.idle():
+            pass
+
+    def check(self) -> None:
+        """AssertionError where the books disagree with what they are about; for tests."""
+        self._store.check()
+
+    @property
+    def checkpoints(self) -> list[Mark]:
+        """Lengths and kinds of all checkpoints, shortest first."""
+        return sorted(Mark(c.length, c.kind) for c in self._tree.checkpoints)
+
+    def _thin(self, newest: Checkpoint) -> None:
+        way = self._tree.on_way(newest)
+        gone = set(superfluous([Mark(c.length, c.kind) for c in way]))
+        for checkpoint in way:
+            if Mark(checkpoint.length, checkpoint.kind) in gone and not checkpoint.pins:
+                self._store.drop(checkpoint)
+
+    def _begin(self) -> None:
+        folder, identity, disk_bytes, notice = self._place
+        self._tree = Tree()
+        self.counters.host_bytes = self.counters.disk_bytes = 0
+        disk = None if folder is None else DiskTier(folder, identity, disk_bytes, notice, self.counters)
+        self._store = Store(self._tree, self.page_bytes, self.state_bytes, self.host_bytes, disk, self.counters)
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """A change that an exception of no one's making, a signal's for instance, may cut: then memory is begun afresh."""
+        if self._changing:
+            self._unwritten.clear()
+            self._begin()
+        self._changing = True
+        try:
+            yield
+        except Exception:  # of callbacks: what was begun has been taken back
+            self._changing = False
+            raise
+        self._changing = False
+
+
+def _array(tokens: Sequence[int]) -> np.ndarray:
+    return np.asarray(tokens, np.int32)
