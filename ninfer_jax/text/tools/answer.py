@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ninfer_jax.text.reasoning import ReasoningSplitter
 from ninfer_jax.text.stop import StopMatcher
-from ninfer_jax.text.tools.calls import OPEN, CallParser
+from ninfer_jax.text.tools.calls import CallParser
 from ninfer_jax.text.tools.events import CallBegin, CallEnd, ContentText, Event, ReasoningText
 from ninfer_jax.text.tools.values import WHITE
 
@@ -152,9 +152,8 @@ class _Thoughts:
     other text follows."""
 
     def __init__(self, tools: Mapping[str, object], new_id: Callable[[], str] | None):
-        self._tools, self._new_id = tools, new_id
-        self._parser = CallParser(tools, new_id)
-        self._held = ""
+        self._tools, self._parser = tools, CallParser(tools, new_id)
+        self._held, self._released = "", 0
         self._calls: list[Event] = []
 
     @property
@@ -166,23 +165,16 @@ class _Thoughts:
         """The text that is certain to be reasoning."""
         if not self._tools:
             return text
-        released = ""
         self._held += text
-        while True:
-            events = self._parser.push(text)
-            for event in events:
-                if not isinstance(event, ContentText):
-                    self._calls.append(event)
-                elif self._calls:  # something follows the call: it was only thought of
-                    text = self._restart()
-                    released += text
-                    text = self._held
-                    break
-                else:
-                    released += event.text
-                    self._held = self._held[len(event.text) :]
-            else:
-                return released
+        events = self._parser.push(text)
+        released = ""
+        if last := next((i for i in range(len(events), 0, -1) if isinstance(events[i - 1], ContentText)), 0):
+            # Text that is no call: calls ahead of it were only thought of.
+            until = self._parser.said - self._released
+            released, self._held, self._calls = self._held[:until], self._held[until:], []
+            self._released += until
+        self._calls += events[last:]
+        return released
 
     def close(self) -> str:
         """Ends the reasoning at its `</think>`: what is held is part of it."""
@@ -195,13 +187,6 @@ class _Thoughts:
         whole = all(not isinstance(event, ContentText) and getattr(event, "complete", True) for event in calls)
         held = self.close()
         return ("", calls) if calls and whole and not cut else (held, [])
-
-    def _restart(self) -> str:
-        """The held text up to the first call's tag; what is behind it is to be read again."""
-        until = self._held.index(OPEN) + len(OPEN)
-        text, self._held = self._held[:until], self._held[until:]
-        self._parser, self._calls = CallParser(self._tools, self._new_id), []
-        return text
 
 
 def _reasoning(text: str) -> list[Event]:

@@ -52,8 +52,6 @@ class _Call:
     name: str
     parameters: object
     names: frozenset[str]
-    start: int  # of its text, with the white space before it
-    tag_end: int  # behind <tool_call>
     index: int | None = None  # once it has begun
     given: set[str] = field(default_factory=set)
     dropped: list[str] = field(default_factory=list)
@@ -69,20 +67,21 @@ class _Call:
 class CallParser:
     """Turns text into content and tool calls.
 
-    A call begins with its first value that fits the tool's schema, or with its end where it has none; its arguments then come
-    one parameter at a time, each whole. Until it begins it may turn out to be text: an unknown function, a malformed tag, a value that
-    no type fits, no closing tag at all. Then it is content, letter by letter. Once it has begun, what cannot be read is left out and
-    named in its `CallEnd`.
+    A call begins with its first value that fits the tool's schema, or with its end where it has none; its arguments come one
+    parameter at a time, each whole. Until it begins it may turn out to be text: an unknown function, a malformed tag, a value that
+    no type fits, no closing tag at all. Then it is content, letter by letter. Once it has begun, what cannot be read is left
+    out and named in its `CallEnd`.
 
     - Closing tags may be missing or doubled. White space between text and calls is dropped, so is that behind a call.
-    - A `</parameter>` closes if another tag of the format or the end of the turn follows; before anything else it is part of the value,
-      provided that a tag that closes comes later in the turn, ahead of another call. A value that holds the format's own
-      sequence of tags, followed by a tag again, ends there: that cannot be told from two values.
-    - A name behind which a value has come already is dropped.
+    - A `</parameter>` closes if another tag of the format or the end of the turn follows. Before anything else it is part of
+      the value, provided that a tag that closes comes later in the turn, ahead of another call. A value that holds the
+      format's own sequence of tags, with a tag behind it again, ends there: that cannot be told from two values.
+    - A parameter given a second time is dropped.
 
     Without tools all text is content, unchanged.
 
     begun, malformed: how many calls have begun, and how many `<tool_call>` became text.
+    said: where in all the text pushed the last `ContentText` ends.
     """
 
     def __init__(self, tools: Mapping[str, object], new_id: Callable[[], str] | None = None):
@@ -95,7 +94,7 @@ class CallParser:
         self._call: _Call | None = None
         self._events: list[Event] = []
         self._end = self._cut = False
-        self.begun = self.malformed = 0
+        self.begun = self.malformed = self.said = self._dropped = 0
 
     @property
     def in_call(self) -> bool:
@@ -141,7 +140,7 @@ class CallParser:
             return True
         self._say(_before(text, start))
         shift = len(text) - len(self._text)
-        self._call = _Call(match, self._tools[match], parameter_names(self._tools[match]), 0, start - shift + len(OPEN))
+        self._call = _Call(match, self._tools[match], parameter_names(self._tools[match]))
         self._at, self._state = end - shift, _State.BODY
         return True
 
@@ -213,7 +212,7 @@ class CallParser:
             if not self._end:
                 return False
             if call.index is None and not self._cut:
-                return self._give_up()
+                return self._give_up(len(self._text))
             self._begin()
             call.dropped.append(call.key)
             self._at = len(self._text)
@@ -225,7 +224,7 @@ class CallParser:
             argument = dumped(typed(value, parameter_schema(call.parameters, call.key), call.parameters))
         except Unfit:
             if call.index is None:
-                return self._give_up()
+                return self._give_up(ended[0])
             call.dropped.append(call.key)
         else:
             self._begin()
@@ -278,19 +277,19 @@ class CallParser:
 
     def _behind(self, at: int, closed: bool) -> _Seen:
         """What the text from `at` on makes of a closing tag before it; closed: that was one of the function or the call."""
-        text = self._text
+        text, sure = self._text, not self._cut  # one tag at the end of a text that was cut may be the value's own
         while True:
             at = self._skip(at)
             tag = next((tag for tag in _TAGS if text.startswith(tag, at)), None)
             if tag is None:
-                if _unfinished(text, at, _TAGS):
+                if _unfinished(text, at, _TAGS) and not (self._end and not sure):
                     return _Seen.STRONG if self._end else _Seen.WAIT
                 return _Seen.CLOSED if closed else _Seen.WEAK
             if tag == OPEN or (tag == PARAMETER and not closed):
                 return _Seen.STRONG
             if tag == PARAMETER:
                 return _Seen.CLOSED
-            closed = closed or tag != END_PARAMETER
+            closed, sure = closed or tag != END_PARAMETER, sure or tag != END_PARAMETER
             at += len(tag)
 
     def _after(self) -> bool:
@@ -323,9 +322,9 @@ class CallParser:
         self._call, self._state = None, _State.AFTER
         return True
 
-    def _give_up(self) -> bool:
-        """The call is text after all: its first tag, and what follows is looked at again."""
-        self._at, self._call, self._state = self._opened().tag_end, None, _State.TEXT
+    def _give_up(self, until: int | None = None) -> bool:
+        """The call is text after all, as far as it was read: nothing in it is looked at again, so the work stays linear."""
+        self._at, self._call, self._state = self._at if until is None else until, None, _State.TEXT
         self.malformed += 1
         return True
 
@@ -336,9 +335,11 @@ class CallParser:
     def _say(self, until: int) -> None:
         if until:
             self._events.append(ContentText(self._text[:until]))
+            self.said = self._dropped + until
             self._drop(until)
 
     def _drop(self, until: int) -> None:
+        self._dropped += until
         self._text, self._at = self._text[until:], max(self._at - until, 0)
 
     def _skip(self, at: int) -> int:

@@ -16,8 +16,8 @@ _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "requir
 class ToolPlan:
     """What a request's tools and choices come to.
 
-    rendered: the tools that the template gets, or None. All that were sent, whatever the choice, so that the prompt's beginning stays
-        the same; with "none" none, since a model that is told of tools calls them.
+    rendered: the tools that the template gets, or None. All that were sent, whatever the choice, so that the prompt's beginning
+        stays the same; with "none" none, since a model that is told of tools calls them.
     callable: name -> JSON schema of its parameters, of those that may be called; for `AnswerParser`.
     prefix: what the answer must begin with, behind its reasoning; "" for nothing. Where the prompt ends outside reasoning it can be
         appended to the prompt (and pushed into the parser first); otherwise a grammar forces it (`ninfer_jax.text.grammar`).
@@ -79,7 +79,8 @@ def _choice(choice: object) -> tuple[str, Sequence[str] | None]:
         return mode, [_named(tool, f"tool_choice.tools[{index}]") for index, tool in enumerate(named)]
     if kind in ("function", "tool"):
         return "required", [_named(choice, "tool_choice")]
-    raise ValueError(f"tool_choice.type: {shown(kind)} is unknown, allowed are auto, none, required, any, function, tool, allowed_tools")
+    allowed = ", ".join([*_MODES, "function", "tool", "allowed_tools"])
+    raise ValueError(f"tool_choice.type: {shown(kind)} is unknown, allowed are {allowed}")
 
 
 def _named(tool: object, where: str) -> str:
