@@ -119,7 +119,7 @@ def test_any_cut_of_any_text_gives_one_result(text: str, cut: bool, start: bool,
     whole = run([text])
     places = sorted(rng.randrange(len(text) + 1) for _ in range(5))
     assert run(list(text)) == run([text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]) == whole
-    reasoning, content, calls, outcome = whole
+    _, content, calls, outcome = whole
     # Nothing is lost in silence, and no unfinished answer passes for a whole one.
     assert outcome.reason in ("stop", "length", "tool_calls")
     assert (outcome.reason == "tool_calls") <= (len(calls) > 0 and all(complete for *_, complete in calls))

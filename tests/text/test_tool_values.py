@@ -73,7 +73,7 @@ CITY = {
         ({"type": "boolean"}, "1", Unfit),
         ({"type": "number"}, "NaN", Unfit),
         ({"type": "number"}, "1e999", Unfit),
-        ({"type": "number"}, "٥", Unfit),
+        ({"type": "number"}, "\u0665", Unfit),
         ({"type": "array", "items": {"type": "integer"}}, '["a"]', Unfit),
         ({"type": "object"}, '{"a": 1, "a": 2}', Unfit),
         ({"type": "object"}, "__import__('os')", Unfit),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ninfer_jax.text.reasoning import ReasoningSplitter
 from ninfer_jax.text.stop import StopMatcher
@@ -22,7 +23,7 @@ class Outcome:
         or that ended inside its reasoning or inside a call's value, is never reported as a complete one.
     stop: the stop string that ended it, or None.
     calls, incomplete: how many calls began, and how many of them lack arguments.
-    malformed: how many `<tool_call>` became text.
+    malformed: how many `<tool_call>` became text, in an answer that was read to its end.
     unanswered: it ended by itself with reasoning at most: no content but white space, and no call.
     in_reasoning: it ended, or was cut, before its `</think>`.
     """
@@ -110,7 +111,7 @@ class AnswerParser:
         unanswered = not (cut or self._calls or self._said) and self._stops.matched is None
         whole = not (cut or self._incomplete or (inside and unanswered))
         reason = "length" if not whole else "tool_calls" if self._calls else "stop"
-        malformed = self._answer.malformed
+        malformed = 0 if self._done else self._answer.malformed
         return Outcome(reason, self._stops.matched, self._calls, self._incomplete, malformed, unanswered, inside)
 
     def _split(self, reasoning: str, answer: str, keep: bool = False) -> list[Event]:
@@ -158,8 +159,8 @@ class _Thoughts:
 
     @property
     def calling(self) -> bool:
-        """Whether a call has come, and nothing but white space behind it."""
-        return bool(self._calls) and not self._parser.in_call
+        """Whether a call has come, and nothing but white space behind it, should the turn end here."""
+        return bool(self._whole(self._calls + copy.deepcopy(self._parser).finish(False)))
 
     def push(self, text: str) -> str:
         """The text that is certain to be reasoning."""
@@ -183,10 +184,16 @@ class _Thoughts:
 
     def finish(self, cut: bool) -> tuple[str, list[Event]]:
         """(text that is reasoning, events of calls) where the turn ends inside the reasoning."""
-        calls = self._calls + ([] if cut else self._parser.finish(False))
-        whole = all(not isinstance(event, ContentText) and getattr(event, "complete", True) for event in calls)
+        calls = [] if cut else self._whole(self._calls + self._parser.finish(False))
         held = self.close()
-        return ("", calls) if calls and whole and not cut else (held, [])
+        return ("", calls) if calls else (held, [])
+
+    def _whole(self, events: list[Event]) -> list[Event]:
+        """The calls, counted from 0, if the events are complete calls and nothing else."""
+        calls = [event for event in events if not isinstance(event, ContentText | ReasoningText)]
+        if len(calls) < len(events) or not all(getattr(event, "complete", True) for event in calls):
+            return []
+        return [replace(event, index=event.index - calls[0].index) for event in calls]
 
 
 def _reasoning(text: str) -> list[Event]:

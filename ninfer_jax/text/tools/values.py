@@ -146,7 +146,11 @@ def _python(text: str) -> list | dict | bool | None:
     if deepest > _PYTHON_DEPTH:  # Python's own parser has a stack that must not overflow
         return None
     try:
-        value = plain(ast.literal_eval(text), "value")
+        tree = ast.parse(text, mode="eval")
+        keys = [[ast.dump(key) for key in node.keys if key] for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+        if any(len(set(names)) < len(names) for names in keys):  # all but the last would be lost
+            return None
+        value = plain(ast.literal_eval(tree), "value")
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return None
     return value if isinstance(value, list | dict) else None
@@ -157,7 +161,7 @@ def _objects(schema: object) -> Iterator[Mapping]:
     seen: set[int] = set()
     waiting = [schema]
     while waiting and len(seen) < 1000:
-        node = waiting.pop()
+        node = waiting.pop(0)
         if not isinstance(node, Mapping) or id(node) in seen:
             continue
         seen.add(id(node))
