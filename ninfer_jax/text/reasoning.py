@@ -20,7 +20,7 @@ class _State(Enum):
     START = auto()  # nothing but white space and perhaps part of `<think>` so far
     LEAD = auto()  # reasoning whose leading line feeds are framing
     BODY = auto()
-    GAP = auto()  # after `</think>`: line feeds are framing
+    GAP = auto()  # after `</think>`: line feeds are framing, and so is that tag once more
     ANSWER = auto()
 
 
@@ -29,7 +29,8 @@ class ReasoningSplitter:
 
     The framing of the Qwen template, `<think>\\n…\\n</think>\\n\\n`, belongs to neither channel: the tags and the line
     feeds after `<think>`, before and after `</think>` are dropped, as the template does when it reads an answer back.
-    After the first `</think>` everything is answer, tags included. Reasoning that is never closed stays reasoning.
+    Right behind the first `</think>` the same tag again is dropped too; what follows is answer, tags included. Reasoning that is
+    never closed stays reasoning.
 
     start_in_reasoning: the prompt ends inside an open `<think>` (see `starts_in_reasoning`); a repeated `<think>` at
     the start is then dropped. Otherwise the text is answer, unless it begins with `<think>` after white space at most.
@@ -56,8 +57,8 @@ class ReasoningSplitter:
             self._state = _State.BODY
         if self._state is _State.BODY:
             reasoning, text = self._body(text)
-        if self._state is _State.GAP and (text := text.lstrip("\n")):
-            self._state = _State.ANSWER
+        if self._state is _State.GAP:
+            text = self._gap(text)
         return Piece(reasoning, text)
 
     def flush(self) -> Piece:
@@ -77,6 +78,17 @@ class ReasoningSplitter:
             self._held = text
             return ""
         self._state = self._after_start
+        return text
+
+    def _gap(self, text: str) -> str:
+        """Text behind the framing; holds what may become one more `</think>`."""
+        text = text.lstrip("\n")
+        while text.startswith(CLOSE):
+            text = text[len(CLOSE) :].lstrip("\n")
+        if CLOSE.startswith(text):
+            self._held = text
+            return ""
+        self._state = _State.ANSWER
         return text
 
     def _body(self, text: str) -> tuple[str, str]:

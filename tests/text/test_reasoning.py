@@ -28,6 +28,8 @@ CASES = [
     (True, "\n\n", "", ""),
     (True, "a < b </ c\n</think>\n\n1 </think> <think> 2", "a < b </ c", "1 </think> <think> 2"),
     (True, "x</think>\n\n", "x", ""),
+    (True, "x\n</think>\n</think></think>\n\nso </think>", "x", "so </think>"),
+    (True, "x\n</think>\n</thi", "x", "</thi"),
     (False, "<think>\nwhy\n</think>\n\nso", "why", "so"),
     (False, "\n <think>why</think>so", "why", "so"),
     (False, "plain answer", "", "plain answer"),
