@@ -219,7 +219,7 @@ class Tree:
         assert set(self._leaves) == {node for node in seen if not node.children}
 
     def _up(self, node: Node) -> Iterator[Node]:
-        at: Node | None = node
-        while at is not None and at.parent is not None:
+        at = node
+        while at.parent is not None:
             yield at
             at = at.parent

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ninfer_jax.config import ModelConfig
@@ -31,7 +32,7 @@ class Float64Model:
             takes = f"the float64 reference takes about {needed >> 30} GiB, half of this machine's memory is {memory >> 31} GiB"
             raise ValueError(f"{takes}; use --reference decode")
         self.config = config
-        self._embed = np.asarray(model.embed_tokens(np.arange(config.vocab_size), np.float32)).astype(np.float64)
+        self._embed = np.asarray(model.embed_tokens(jnp.arange(config.vocab_size), jnp.dtype(jnp.float32))).astype(np.float64)
         self._norm = _f64(model.norm.weight)
         head: Any = getattr(model, "lm_head", None)  # absent where it is the embedding
         self._head = self._embed if head is None else _matrix(head)

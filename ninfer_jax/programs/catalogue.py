@@ -26,7 +26,8 @@ from ninfer_jax.state import State, StateShape, allocate_state, state_struct
 SHORT = 128
 _integer = jax.ShapeDtypeStruct((), jnp.int32)
 # Structures of results: what stands at the leaves does not matter.
-_round: Any = RoundOutput(*[0] * len(RoundOutput._fields))
+_leaf: Any = 0
+_round: Any = RoundOutput(*[_leaf] * len(RoundOutput._fields))
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def compile_to(
         }
         entries[name] |= {k: v for k, v in compilation.json().items() if k not in ("name", "target", "compile_s")}
         if setup.kernels == "cpu":
-            entries[name]["calls"] = cpu.called(compiled.as_text())
+            entries[name]["calls"] = cpu.called(compiled.as_text() or "")
         del compiled, payload
     with writing(out):
         kernels = write_kernels(out, (call for entry in entries.values() for call in entry.get("calls", ())))

@@ -34,8 +34,7 @@ def draw_sorted(
     ):
         if array.shape != want:
             raise ValueError(f"draw_sorted: {name} {array.shape} must be {want}")
-    forms = {"xla": reference.draw_sorted, "cpu": cpu.draw_sorted}
-    return launch.by_platform(values, top_k, top_p, min_p, uniform, **forms, impl=impl)
+    return launch.by_platform(values, top_k, top_p, min_p, uniform, xla=reference.draw_sorted, cpu=cpu.draw_sorted, impl=impl)
 
 
 def log_total(logits: jax.Array, *, impl: str = "auto") -> jax.Array:

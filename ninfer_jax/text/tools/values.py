@@ -237,7 +237,8 @@ class _Fit:
                 raise Unfit("not of a member's type")
 
     def _object(self, value: dict, schema: Mapping, loose: bool) -> dict:
-        properties = schema.get("properties") if isinstance(schema.get("properties"), Mapping) else {}
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
         others = schema.get("additionalProperties", True)
         others = others if isinstance(others, Mapping) else True  # a key too many is the tool's to refuse
         return {key: self.value(item, properties.get(key, others), loose) for key, item in value.items()}
