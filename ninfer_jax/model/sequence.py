@@ -15,13 +15,12 @@ def forward_sequences(model: TextModel, tokens: jax.Array) -> jax.Array:
     """tokens int32 `[batch, tokens]`, tokens a multiple of 64 -> final-normed hidden `[batch, tokens, hidden]`."""
     batch, length = tokens.shape
     cos, sin = model.rotary(_positions(batch, length))
-    h = model.embed(tokens.reshape(-1))
-    for layer in model.layers:
-        if hasattr(layer, "self_attn"):
-            h = layer.attention(h, _causal_attention(layer.self_attn, cos, sin, batch))
-        else:
-            h = layer.linear_attention(h, _whole_recurrence(layer.linear_attn, batch))
-    return model.norm(h).reshape(batch, length, -1)
+    hidden = model.run(
+        model.embed(tokens.reshape(-1)),
+        lambda _, mixer, projected: _causal_attention(mixer, cos, sin, batch)(projected),
+        lambda _, mixer, projected, ab: _whole_recurrence(mixer, batch)(projected, ab),
+    )
+    return hidden.reshape(batch, length, -1)
 
 
 def mtp_sequences(model: TextModel, hidden: jax.Array, next_tokens: jax.Array) -> jax.Array:

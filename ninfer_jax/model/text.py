@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +16,9 @@ from ninfer_jax.model.gdn import GatedDeltaNet, Recur
 from ninfer_jax.model.layers import MLP, Embedding, QuantisedLinear, RMSNorm, describe, projection
 from ninfer_jax.model.rope import rotary
 from pallas_kernels.matmul import HEAD_ROWS, head_candidates, linear
+
+AttendAt = Callable[[int, Attention, jax.Array], jax.Array]
+RecurAt = Callable[[int, GatedDeltaNet, jax.Array, jax.Array], jax.Array]
 
 
 class DecoderLayer(nnx.Module):
@@ -114,6 +119,20 @@ class TextModel(nnx.Module):
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 `[tokens]` -> `[tokens, hidden]`."""
         return self.embed_tokens(tokens, self.dtype)
+
+    def run(self, h: jax.Array, attend: AttendAt, recur: RecurAt) -> jax.Array:
+        """h `[tokens, hidden]` through all layers -> final-normed hidden `[tokens, hidden]`. attend, recur: what serves or trains
+        does with a layer's projections, given its number among the attention layers, or among the delta-rule layers, and its
+        mixer: `Attend` and `Recur` with these before their own arguments."""
+        attention_at = linear_at = 0
+        for layer in self.layers:
+            if hasattr(layer, "self_attn"):
+                h = layer.attention(h, partial(attend, attention_at, layer.self_attn))
+                attention_at += 1
+            else:
+                h = layer.linear_attention(h, partial(recur, linear_at, layer.linear_attn))
+                linear_at += 1
+        return self.norm(h)
 
     def rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """positions int32 `[3, tokens]` -> cos and sin `[tokens, rotary_dim / 2]`."""

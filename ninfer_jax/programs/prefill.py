@@ -36,31 +36,20 @@ def prefill_chunk(model: TextModel, state: State, inputs: PrefillInputs, kv: str
     valid = jnp.arange(chunk) < count
     where = jnp.where(valid, start + jnp.arange(chunk), -1)
     cos, sin = model.rotary(inputs.positions[:, 1:])
-    h = embedded = model.embed(inputs.tokens)
+    embedded = model.embed(inputs.tokens)
     kv_pools, recurrent, conv = list(state.kv), list(state.recurrent), list(state.conv)
-    attention_at = linear_at = 0
-    for layer in model.layers:
-        if hasattr(layer, "self_attn"):
 
-            def attend(projected: jax.Array, at: int = attention_at, layer: Attention = layer.self_attn) -> jax.Array:
-                q, kv_pools[at] = layer.inputs(projected, cos, sin, kv_pools[at], table, where, kv)
-                return prefill_attention(q, projected, kv_pools[at], table, start, count, format=kv)
+    def attend(at: int, mixer: Attention, projected: jax.Array) -> jax.Array:
+        q, kv_pools[at] = mixer.inputs(projected, cos, sin, kv_pools[at], table, where, kv)
+        return prefill_attention(q, projected, kv_pools[at], table, start, count, format=kv)
 
-            h = layer.attention(h, attend)
-            attention_at += 1
-        else:
+    def recur(at: int, mixer: GatedDeltaNet, projected: jax.Array, ab: jax.Array) -> jax.Array:
+        out, conv[at], recurrent[at] = delta_prefill(
+            projected, ab, conv[at], recurrent[at], *mixer.constants, slot, count, eps=mixer.eps
+        )
+        return out
 
-            def recur(
-                projected: jax.Array, ab: jax.Array, at: int = linear_at, mixer: GatedDeltaNet = layer.linear_attn
-            ) -> jax.Array:
-                out, conv[at], recurrent[at] = delta_prefill(
-                    projected, ab, conv[at], recurrent[at], *mixer.constants, slot, count, eps=mixer.eps
-                )
-                return out
-
-            h = layer.linear_attention(h, recur)
-            linear_at += 1
-    hidden = model.norm(h)
+    hidden = model.run(embedded, attend, recur)
     state = state._replace(kv=tuple(kv_pools), recurrent=tuple(recurrent), conv=tuple(conv))
     if model.has_mtp:
         assert state.mtp_kv is not None  # they come together
