@@ -386,7 +386,8 @@ def test_cancelling_that_is_interrupted_is_made_good(engine, right, monkeypatch)
     assert sequence.finish_reason == "cancelled"
 
 
-def test_leases_that_leave_no_room(engine, right):
+@pytest.mark.parametrize("call", ["step", "snapshot", "restore"])
+def test_leases_that_leave_no_room(engine, right, call, monkeypatch):
     """A request that could wait for ever is refused; a lease that is dropped, ended or lost is no obstacle."""
     one, two = engine.runner.lease(10), engine.runner.lease(10)
     with pytest.raises(ValueError, match="no slot or not enough pages are free: end the leases"):
@@ -399,8 +400,10 @@ def test_leases_that_leave_no_room(engine, right):
     assert engine.generate(PROMPTS[1], GREEDY).tokens == right[1]
     with pytest.raises(ValueError, match="given back"):
         list(two.prefill([1]))
-    with pytest.raises(ZeroDivisionError):
-        one.run(lambda parameters, state, slot: 1 / 0)
+    given = {"step": (1,), "snapshot": (), "restore": (one.snapshot(), [])}[call]
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(engine.programs, call, lambda *arguments: 1 / 0)
+        getattr(one, call)(*given)
     with pytest.raises(AnswerLost, match="ZeroDivisionError"):
         list(one.prefill([1]))
     two = engine.runner.lease(CONTEXT)
