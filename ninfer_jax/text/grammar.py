@@ -146,8 +146,8 @@ class Matcher:
         return [] if self.ended or most < 1 else self._inner.compute_ff_tokens()[:most]
 
     def mask(self, drafts: Sequence[int], into: np.ndarray) -> int:
-        """Fills uint32[1 + len(drafts), words]: row i has a bit for every token allowed behind i drafts. How many rows are so filled;
-        the state is kept.
+        """Fills uint32[1 + len(drafts), words]: row i has a bit for every token allowed behind i drafts. How many rows are so
+        filled; the state is kept.
 
         Rows behind a draft that the grammar forbids are all ones: that draft is never accepted, so nothing is drawn from them.
         Where nothing at all can follow (a limit was hit) a row is all ones as well, never all zeros, and `error` is set.
@@ -238,8 +238,8 @@ def _wrapped(tokenizer: Tokenizer, end_ids: Sequence[int]) -> Any:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer. Control tokens are special: text in a grammar is never spelled with one, but for the tags
-    of thinking and calls, which the model writes so."""
+    """What llguidance asks of a tokenizer. Special tokens spell no text; the tags of thinking and calls do, as the model writes
+    them."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int]):
         self._encode = tokenizer.encode

@@ -1,4 +1,4 @@
-"""Grammars over the real tokenizer's ids: what is allowed, compared with validators; masks of draft rows, with one step at a time."""
+"""Grammars over the real tokenizer's ids: what they allow, compared with validators; masks of draft rows, with single steps."""
 
 import json
 import random
@@ -33,7 +33,10 @@ TOOLS = [
     },
     {"function": {"name": "now"}},
 ]
-F = "<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n<parameter=s>\nimport x\n</p>\n\n</parameter>\n</function>\n</tool_call>"
+F = (
+    "<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n"
+    "<parameter=s>\nimport x\n</p>\n\n</parameter>\n</function>\n</tool_call>"
+)
 NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 
 
@@ -107,7 +110,7 @@ def test_rows_of_drafts_are_those_of_single_steps(grammars: Grammars, tokenizer:
     ids = tokenizer.encode('{"name": "Ada Lovelace", "age": 36}')
     many, one = grammars.json_schema(SCHEMA), grammars.json_schema(SCHEMA)
     rows, row = np.zeros((8, grammars.words), np.uint32), np.zeros((1, grammars.words), np.uint32)
-    for at in range(0, len(ids) - 7):
+    for at in range(len(ids) - 7):
         assert many.mask(ids[at : at + 7], rows) == 8
         again = grammars.json_schema(SCHEMA)
         assert again.accept(ids[:at]) == at
@@ -154,8 +157,10 @@ def test_the_end_token_is_allowed_where_the_answer_may_end(grammars: Grammars, t
         (lambda g: g.json_schema({"not": {"const": 1}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
         (lambda g: g.json_schema({"$ref": "#/nowhere"}), "response_format.json_schema.schema: "),
         (lambda g: g.json_schema({"enum": [float("nan")]}), "response_format.json_schema.schema.enum[0]: nan"),
-        (lambda g: g.json_schema({"anyOf": [{"type": "integer", "minimum": 5, "maximum": 3}]}), "response_format.json_schema.schema: "),
-        (lambda g: g.calls(tool_plan([{"function": {"name": "f", "parameters": {"properties": {"a>": {}}}}}])), "tools: the parameter 'a>'"),
+        (lambda g: g.json_schema({"anyOf": [{"type": "integer", "minimum": 5, "maximum": 3}]}),
+            "response_format.json_schema.schema: "),
+        (lambda g: g.calls(tool_plan([{"function": {"name": "f", "parameters": {"properties": {"a>": {}}}}}])),
+            "tools: the parameter 'a>'"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_one_line_that_names_the_field(grammars: Grammars, make, error: str):
