@@ -93,7 +93,7 @@ class Grammars:
 
 
 class Matcher:
-    """How far one answer has come in its grammar.
+    """The place that one answer has reached in its grammar.
 
     ended: nothing but an end token can follow, or a limit was hit (`error` says which).
     """
@@ -136,7 +136,7 @@ class Matcher:
             raise ValueError(f"grammar: {tokens} tokens cannot be taken back")
 
     def legal(self, tokens: Sequence[int]) -> int:
-        """How many of some tokens the grammar would take from here; its state is kept."""
+        """The number of some tokens that the grammar would take from here; its state is kept."""
         taken = self.accept(tokens)
         self.rollback(taken)
         return taken
@@ -238,7 +238,7 @@ def _wrapped(tokenizer: Tokenizer, end_ids: Sequence[int]) -> Any:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer. Special tokens spell no text; the tags of thinking and calls do, as the model writes
+    """A tokenizer as llguidance asks for it. Special tokens spell no text; the tags of thinking and calls do, as the model writes
     them."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int]):
