@@ -1,5 +1,6 @@
 """Decoding policy: sampling parameters, the draw, and the acceptance of drafts."""
 
+from ninfer_jax.decoding.masks import masked
 from ninfer_jax.decoding.params import SamplingParams
 from ninfer_jax.decoding.sampling import (
     Choice,
@@ -21,6 +22,7 @@ __all__ = [
     "choose_among",
     "choose_what_is_asked",
     "judge",
+    "masked",
     "most_likely",
     "needs_all_logits",
 ]

@@ -17,7 +17,7 @@ CLOSE_REASONING = "\n</think>\n\n"  # what the template writes behind reasoning
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an answer ended.
+    """The end of an answer.
 
     reason: "stop", "length" or "tool_calls", as the chat API names them. "length" wins over the others: an answer that was cut off,
         or that ended inside its reasoning or inside a call's value, is never reported as a complete one.
@@ -121,7 +121,7 @@ class AnswerParser:
         return events + (self._keep(self._answer.push(answer)) if answer else [])
 
     def _keep(self, events: Sequence[Event]) -> list[Event]:
-        """What is left of the content parser's events: up to a stop string, or to the last call allowed."""
+        """The part to keep of the content parser's events: up to a stop string, or to the last call allowed."""
         kept: list[Event] = []
         for event in events:
             if self._done:

@@ -39,7 +39,7 @@ class _State(Enum):
 
 
 class _Seen(Enum):
-    """What the text behind a possible closing tag makes of it."""
+    """Verdicts of the text behind a possible closing tag on it."""
 
     WAIT = auto()  # more text is needed
     STRONG = auto()  # it closes
@@ -193,7 +193,7 @@ class CallParser:
         return self._close(not self._cut)
 
     def _junk(self) -> bool:
-        """What is no tag between parameters: the call is text, or, once begun, goes on with the next tag."""
+        """Steps over what is no tag between parameters: the call is text, or, once begun, goes on with the next tag."""
         call, text = self._opened(), self._text
         if call.index is None:
             return self._give_up()
@@ -276,7 +276,7 @@ class CallParser:
         return (call.closed if self._cut else call.weak) or call.implicit
 
     def _behind(self, at: int, closed: bool) -> _Seen:
-        """What the text from `at` on makes of a closing tag before it; closed: that was one of the function or the call."""
+        """The verdict of the text from `at` on about a closing tag before it; closed: that was one of the function or the call."""
         text, sure = self._text, not self._cut  # one tag at the end of a text that was cut may be the value's own
         while True:
             at = self._skip(at)
@@ -348,13 +348,13 @@ class CallParser:
 
 
 def _sure(text: str, tag: str) -> int:
-    """How much of a text is no part of a tag at its end, nor white space before one."""
+    """Length of the text that is no part of a tag at its end, nor white space before one."""
     tail = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
     return _before(text, len(text) - tail)
 
 
 def _before(text: str, at: int) -> int:
-    """Where the white space before a place begins."""
+    """The place where the white space before a place begins."""
     return len(text[:at].rstrip(WHITE))
 
 

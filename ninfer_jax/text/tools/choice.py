@@ -14,7 +14,7 @@ _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "requir
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """What a request's tools and choices come to.
+    """The effect of a request's tools and choices.
 
     rendered: the tools that the template gets, or None. All that were sent, whatever the choice, so that the prompt's beginning
         stays the same; with "none" none, since a model that is told of tools calls them.

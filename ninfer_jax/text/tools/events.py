@@ -1,4 +1,4 @@
-"""What an answer consists of, in the order in which it is said."""
+"""Events: what an answer consists of, in the order in which it is said."""
 
 from __future__ import annotations
 

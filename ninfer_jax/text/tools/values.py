@@ -79,7 +79,7 @@ def parameter_names(parameters: object) -> frozenset[str]:
 
 
 def resolve(reference: object, root: object) -> object:
-    """What a local `$ref` (`#/$defs/City`) points to. Unfit for others and for what is not there."""
+    """The node that a local `$ref` (`#/$defs/City`) points to. Unfit for others and for what is not there."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         raise Unfit(f"$ref {reference!r} is not inside the schema")
     node = root
@@ -108,7 +108,7 @@ class _Reading:
 
 
 def _readings(text: str) -> Iterator[_Reading]:
-    """What a text may stand for, the likelier first."""
+    """Values that a text may stand for, the likelier first."""
     bare, quoted = text.strip(WHITE), None
     try:
         value = plain(parse_json(bare, "value"), "value")  # what may stand in a message, so also in the next request

@@ -1,0 +1,251 @@
+"""Grammars that an answer must follow (JSON, JSON schema, regex, Lark, calls of given tools), as masks over token ids.
+
+The work is llguidance's; here its matchers get this package's tokenizer, its errors become one line each, and its limits hold for
+every request: a grammar too large is refused, and one that grows too large on the way ends its own answer and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from ninfer_jax.files import printable
+from ninfer_jax.text.messages import plain
+from ninfer_jax.text.tokenizer import Tokenizer
+from ninfer_jax.text.tools.choice import ToolPlan
+from ninfer_jax.text.tools.values import Unfit, dumped, resolve
+
+MAX_BYTES = 1 << 20  # of a grammar's text
+_LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,  # what they would show is the request's own text
+}
+_REASON = 300  # characters of a library's message that are passed on
+
+
+class GrammarError(ValueError):
+    """A grammar that is refused; one line that names the field and the reason."""
+
+
+class Grammars:
+    """Makes matchers for one tokenizer. One serves all requests; making it takes about a second with 248,077 ids.
+
+    words: uint32 words of a mask row, ceil(rows / 32).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, rows: int, end_ids: Sequence[int]):
+        """rows: of the output head; ids past the tokenizer's have no text and are never allowed. end_ids: tokens that end a turn,
+        allowed exactly where the grammar is satisfied."""
+        self.rows, self.words = rows, -(-rows // 32)
+        self._end_ids = frozenset(end_ids)
+        self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._tokenizer = llguidance.LLTokenizer(_wrapped(tokenizer, end_ids), n_vocab=rows, eos_token=list(end_ids))
+
+    def json_object(self) -> Matcher:
+        """Any JSON object."""
+        return self._matcher(llguidance.LLMatcher.grammar_from_json_schema({"type": "object"}), "response_format")
+
+    def json_schema(self, schema: object, field: str = "response_format.json_schema.schema") -> Matcher:
+        """JSON that a schema admits. GrammarError for a schema that is none, is too large, or says what no grammar can."""
+        if not isinstance(schema, Mapping | bool):
+            raise GrammarError(f"{field}: must be an object")
+        try:
+            schema = plain(schema, field)
+        except ValueError as error:
+            raise GrammarError(str(error)) from None
+        _small(dumped(schema), field)
+        return self._matcher(json.dumps({"grammars": [{"json_schema": schema}]}), field)
+
+    def regex(self, pattern: str, field: str = "regex") -> Matcher:
+        """Text that a regular expression matches from end to end (Rust's syntax, no look-around)."""
+        _small(pattern, field)
+        return self._matcher(llguidance.LLMatcher.grammar_from_regex(pattern), field)
+
+    def lark(self, grammar: str, field: str = "grammar") -> Matcher:
+        """Text that a Lark grammar (llguidance's dialect) derives from `start`."""
+        _small(grammar, field)
+        return self._matcher(llguidance.LLMatcher.grammar_from_lark(grammar), field)
+
+    def calls(self, plan: ToolPlan) -> Matcher:
+        """Calls of a plan's tools, at least one, at most `max_calls`, whose values their schemas admit; nothing else.
+
+        For the text behind the reasoning, `plan.prefix` included. Parameters come in the order of the schema, required ones always.
+        """
+        grammar = call_grammar(plan)
+        _small(grammar, "tools")
+        return self._matcher(llguidance.LLMatcher.grammar_from_lark(grammar), "tools")
+
+    def _matcher(self, grammar: str, field: str) -> Matcher:
+        inner = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if inner.is_error():
+            raise GrammarError(f"{field}: {_one_line(inner.get_error())}")
+        return Matcher(inner, self.words, self._tokenizer.vocab_size, self._end_ids)
+
+
+class Matcher:
+    """The place that one answer has reached in its grammar.
+
+    ended: nothing but an end token can follow, or a limit was hit (`error` says which).
+    """
+
+    def __init__(self, inner: Any, words: int, ids: int, end_ids: frozenset[int]):
+        self._inner, self._words, self._end_ids = inner, words, end_ids
+        self._own = -(-ids // 32)  # words of a row that the library fills
+        self._past = 0  # end tokens taken behind the last thing that the grammar could say
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether the answer may end here."""
+        return self._inner.is_accepting()
+
+    @property
+    def ended(self) -> bool:
+        return self._inner.is_stopped()
+
+    @property
+    def error(self) -> str:
+        """Why no more can be said about the answer; "" if nothing is wrong."""
+        return _one_line(self._inner.get_error()) if self._inner.is_error() else ""
+
+    def accept(self, tokens: Sequence[int]) -> int:
+        """Takes tokens that were emitted, up to the first that the grammar forbids; how many were taken."""
+        taken = self._inner.try_consume_tokens(list(tokens))
+        if self._ends_at(tokens, taken):
+            self._past, taken = 1, taken + 1
+        return taken
+
+    def _ends_at(self, tokens: Sequence[int], at: int) -> bool:
+        stopped = self._inner.is_stopped() and not self._inner.is_error()
+        return stopped and not self._past and at < len(tokens) and tokens[at] in self._end_ids
+
+    def rollback(self, tokens: int) -> None:
+        """Takes back the last tokens taken. ValueError if there are not so many."""
+        past, self._past = self._past, 0
+        tokens -= past if tokens else 0
+        if tokens and not self._inner.rollback(tokens):
+            raise ValueError(f"grammar: {tokens} tokens cannot be taken back")
+
+    def legal(self, tokens: Sequence[int]) -> int:
+        """The number of some tokens that the grammar would take from here; its state is kept."""
+        taken = self.accept(tokens)
+        self.rollback(taken)
+        return taken
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens, at most so many, that must come next whatever is drawn: drafts that are right for certain."""
+        return [] if self.ended or most < 1 else self._inner.compute_ff_tokens()[:most]
+
+    def mask(self, drafts: Sequence[int], into: np.ndarray) -> int:
+        """Fills uint32[1 + len(drafts), words]: row i has a bit for every token allowed behind i drafts. How many rows are so
+        filled; the state is kept.
+
+        Rows behind a draft that the grammar forbids are all ones: that draft is never accepted, so nothing is drawn from them.
+        Where nothing at all can follow (a limit was hit) a row is all ones as well, never all zeros, and `error` is set.
+        """
+        if into.dtype != np.uint32 or into.shape != (1 + len(drafts), self._words) or not into.flags.c_contiguous:
+            raise ValueError(f"mask: must be uint32[{1 + len(drafts)}, {self._words}], contiguous")
+        into[:] = 0xFFFFFFFF
+        taken = filled = 0
+        try:
+            for row in range(1 + len(drafts)):
+                into[row, self._own :] = 0
+                self._inner.unsafe_compute_mask_ptr(into[row].ctypes.data, self._own * 4)
+                if self._inner.is_error() or not into[row].any():
+                    into[row] = 0xFFFFFFFF
+                    break
+                filled += 1
+                if row == len(drafts) or self._inner.is_stopped() or not _bit(into[row], drafts[row]):
+                    break
+                if self._inner.try_consume_tokens([drafts[row]]) != 1:
+                    break
+                taken += 1
+        finally:
+            if taken and not self._inner.is_error():
+                self._inner.rollback(taken)
+        return filled
+
+
+def call_grammar(plan: ToolPlan) -> str:
+    """The Lark grammar of a plan's calls; strings are free text up to their closing tag, other values JSON of their schema."""
+    names = [json.dumps(f"<function={name}>\n", ensure_ascii=False) for name in plan.callable]
+    lines = ["start: call" if plan.max_calls == 1 else 'start: call ("\\n" call)*']
+    lines.append("call: TAG (" + " | ".join(f"{name} body{i}" for i, name in enumerate(names)) + ") END")
+    lines += ["TAG: /<tool_call>\\n/", "END: /<\\/function>\\n<\\/tool_call>/"]
+    return "\n".join([*lines, *(line for i, schema in enumerate(plan.callable.values()) for line in _body(i, schema))])
+
+
+def _body(index: int, schema: object) -> list[str]:
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    required = schema.get("required") if isinstance(schema, Mapping) else None
+    parts, lines = [], []
+    for at, (name, value) in enumerate((properties or {}).items()):
+        if re.search(r"[<>\n]", name):
+            raise GrammarError(f"tools: the parameter {name!r} cannot be written in this model's format")
+        rule = f"value{index}_{at}"
+        parts.append(f"{rule}{'' if isinstance(required, list) and name in required else '?'}")
+        head = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
+        if _is_string(value, schema):
+            lines.append(f"{rule}: {head} text{index}_{at}")
+            lines.append(f'text{index}_{at}[suffix="\\n</parameter>\\n"]: /(?s:.*)/')
+        else:
+            defs = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, Mapping) and key in schema}
+            inner = {**defs, **value} if isinstance(value, Mapping) else value
+            lines.append(f'{rule}: {head} json{index}_{at} "\\n</parameter>\\n"')
+            lines.append(f"json{index}_{at}: %json {dumped(inner)}")
+    inside = " ".join(parts) or '""'
+    return [f"body{index}: {inside}", *lines]
+
+
+def _is_string(schema: object, root: object) -> bool:
+    """Whether a parameter takes text and nothing else, so that it is written without quotes."""
+    for _ in range(20):
+        if isinstance(schema, Mapping) and "$ref" in schema:
+            try:
+                schema = resolve(schema["$ref"], root)
+            except Unfit as error:
+                raise GrammarError(f"tools: {error}") from None
+    return isinstance(schema, Mapping) and schema.get("type") == "string" and not {"enum", "const", "pattern"} & schema.keys()
+
+
+def _small(text: object, field: str) -> None:
+    if not isinstance(text, str):
+        raise GrammarError(f"{field}: must be a string")
+    if len(text) > MAX_BYTES:
+        raise GrammarError(f"{field}: has {len(text)} characters, at most {MAX_BYTES} are read")
+
+
+def _one_line(message: str) -> str:
+    line = printable(" ".join(message.split()))
+    return line if len(line) <= _REASON else line[:_REASON] + "…"
+
+
+def _bit(row: np.ndarray, token: int) -> bool:
+    return 0 <= token < row.size * 32 and bool(row[token >> 5] >> np.uint32(token & 31) & 1)
+
+
+def _wrapped(tokenizer: Tokenizer, end_ids: Sequence[int]) -> Any:
+    return llguidance.TokenizerWrapper(_Vocabulary(tokenizer, end_ids))
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for it. Special tokens spell no text; the tags of thinking and calls do, as the model writes
+    them."""
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int]):
+        self._encode = tokenizer.encode
+        self.eos_token_id, self.bos_token_id = end_ids[0], None
+        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted({*tokenizer.special_ids, *end_ids})
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text, allow_special=True)
