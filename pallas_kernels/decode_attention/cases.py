@@ -191,10 +191,12 @@ def _on_cpu(name: str, format: str, rows: int, filled: int) -> OnACpu:
     return OnACpu(f"cpu.{name}", format, rows, (filled,), filled, filled // PAGE)
 
 
-# One row over 8,192 tokens in every format; four rows; a short context.
+# One row over 8,192 tokens in every format; four rows; shorter contexts.
 ON_CPU = (
     *(_on_cpu(format, format, 1, 8192) for format in kv_codecs.FORMATS),
     _on_cpu("f32.4rows", "f32", 4, 8192),
     _on_cpu("rk4v4-e8.4rows", "rk4v4-e8", 4, 8192),
+    _on_cpu("f32.2048", "f32", 1, 2048),
+    _on_cpu("rk4v4-e8.2048", "rk4v4-e8", 1, 2048),
     _on_cpu("f32.short", "f32", 1, 512),
 )

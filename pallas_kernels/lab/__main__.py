@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +19,11 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code of one command: 0, 1 where a case failed, 2 where it could not be asked."""
     arguments = _parser().parse_args(argv)
     try:
+        for option in ("json", "plot", "out"):
+            _check_place(f"--{option}", getattr(arguments, option, None))
         return {"list": _list, "report": _report, "check": _check, "bench": _bench, "tune": _tune}[arguments.command](arguments)
     except (ValueError, RuntimeError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
 
 
@@ -65,7 +68,7 @@ def _list(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     card = targets.get(arguments.target)
     deviceless.require_tools()
-    old = json.loads(arguments.compare.read_text()) if arguments.compare else None
+    old = _old_rows(arguments.compare) if arguments.compare else None
     cases = registry.cases(arguments.ops)
     found, failed = [], []
     with work.progress(f"compiling for {card.name}", len(cases)) as done:
@@ -141,6 +144,30 @@ def _tune(arguments: argparse.Namespace) -> int:
         print(line)
     print(f"wrote {path}")
     return 0
+
+
+def _check_place(option: str, path: Path | None) -> None:
+    """ValueError for a file that cannot be written: to be known before minutes of work."""
+    if path is None:
+        return
+    if not path.name or path.is_dir():
+        raise ValueError(f"{option} {path}: is a directory, name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: {path.parent} is no directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option} {path}: cannot be written")
+
+
+def _old_rows(path: Path) -> list[Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as e:
+        raise ValueError(f"--compare {path}: {e.strerror or e}") from None
+    except ValueError:
+        raise ValueError(f"--compare {path}: not JSON, as `report --json` writes it") from None
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise ValueError(f"--compare {path}: no rows, as `report --json` writes them")
+    return found
 
 
 def _write(path: Path | None, found: Sequence[Any]) -> None:

@@ -31,9 +31,9 @@ UNKNOWN_L2 = 128 * 2**20  # of a card without a description: as much as any has
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Measured. median_us: of a call; spread: (90th percentile - 10th) / median over runs; gb_s: the case's ideal bytes
-    over the median; copy_gb_s: bytes read and written by a large copy, the same way (on a CPU: read by a sum on all cores);
-    fraction: of the two."""
+    """Measured. bytes: the case's ideal ones; median_us: of a call; spread: (90th percentile - 10th) / median over runs;
+    gb_s: those bytes over the median; copy_gb_s: bytes read and written by a large copy, the same way (on a CPU: read by a
+    sum on all cores); fraction: of the two."""
 
     op: str
     case: str
@@ -43,6 +43,7 @@ class Timing:
     date: str
     calls: int
     copies: int
+    bytes: int
     median_us: float
     spread: float
     gb_s: float
@@ -80,6 +81,7 @@ def run(case: Case, copy_speed: float, config: Any = None) -> Timing:
         date=datetime.date.today().isoformat(),
         calls=calls,
         copies=copies,
+        bytes=case.ideal_bytes,
         median_us=median / calls * 1e6,
         spread=spread,
         gb_s=speed / 1e9,
@@ -220,7 +222,9 @@ def copy_program(x: Any, one: Any) -> Program:
 def table(found: list[Timing]) -> str:
     """Timings as lines of text, a header above."""
     of = "of sum" if found and found[0].device == "cpu" else "of copy"
-    lines = [f"{'case':42} {'us':>9} {'spread':>7} {'GB/s':>7} {of:>7}"]
+    lines = [f"{'case':42} {'MB':>8} {'us':>9} {'spread':>7} {'GB/s':>7} {of:>7}"]
     for t in found:
-        lines.append(f"{t.op + '/' + t.case:42.42} {t.median_us:9.1f} {t.spread:7.1%} {t.gb_s:7.1f} {t.fraction:7.1%}")
+        lines.append(
+            f"{t.op + '/' + t.case:42.42} {t.bytes / 1e6:8.2f} {t.median_us:9.1f} {t.spread:7.1%} {t.gb_s:7.1f} {t.fraction:7.1%}"
+        )
     return "\n".join(lines)

@@ -10,12 +10,15 @@ from typing import Any, Protocol
 # kernel: ON_CPU (`lab.on_cpu`).
 MODULES = (
     "pallas_kernels.matmul.cases",
+    "pallas_kernels.matmul.cpu_cases",
     "pallas_kernels.kv_append.cases",
     "pallas_kernels.decode_attention.cases",
     "pallas_kernels.delta_decode.cases",
     "pallas_kernels.delta_fold.cases",
     "pallas_kernels.delta_prefill.cases",
     "pallas_kernels.prefill_attention.cases",
+    "pallas_kernels.draw.cases",
+    "pallas_kernels.rotary.cases",
 )
 # Op -> its module and the package without which it is not there.
 OPTIONAL = {"quantised_matmul_triton": ("pallas_kernels.matmul.triton_cases", "jax_triton")}

@@ -1,7 +1,9 @@
 """The lab's commands, on cases that are quick to compile."""
 
 import dataclasses
+import importlib
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import inspect, targets, tuned
-from pallas_kernels.lab import bench, registry, rows, tune
+from pallas_kernels.lab import bench, on_cpu, registry, rows, tune
 from pallas_kernels.lab.__main__ import main
 from pallas_kernels.matmul import cases, kernel, quantised
 
@@ -120,6 +122,17 @@ def test_check_interprets_small_twins_on_a_cpu(tmp_path, capsys):
     assert [r["mode"] for r in results] == ["interpreted"] * 2 and all(r["passed"] for r in results)
 
 
+def test_every_op_with_a_cpu_form_has_cases_for_it(capsys):
+    """Of the ops that only a CPU has kernels for, the numbers hold."""
+    folder = Path(registry.__file__).parents[1]
+    forms = {file.parent.name for file in folder.glob("*/cpu.py")} - {"delta_rule", "kv_codecs"}  # words of others' kernels
+    modules = [name for name in registry.MODULES if getattr(importlib.import_module(name), "ON_CPU", ())]
+    assert {name.split(".")[1] for name in modules} == forms
+    alone = [f"{c.op}/{c.name}" for c in registry.cpu_cases() if isinstance(c, on_cpu.CpuCase) and c.op != "linear"]
+    assert main(["check", *alone, "linear/cpu.bfloat16.1row"]) == 0
+    assert capsys.readouterr().out.count("ok ") == len(alone) + 1 == 5
+
+
 def test_cpu_kernels_are_checked_and_timed_where_no_gpu_is(monkeypatch, tmp_path, capsys):
     """Beside the speed at which all cores read memory."""
     case, file = "kv_append/cpu.f32.1row", tmp_path / "rows.json"
@@ -130,6 +143,7 @@ def test_cpu_kernels_are_checked_and_timed_where_no_gpu_is(monkeypatch, tmp_path
     assert main(["bench", case, "--json", str(file)]) == 0
     [row] = json.loads(file.read_text())
     assert row["device"] == "cpu" and row["median_us"] > 0 and row["copy_gb_s"] > 0
+    assert row["bytes"] > 0 and row["gb_s"] == pytest.approx(row["bytes"] / row["median_us"] / 1e3)
     printed = capsys.readouterr().out
     assert "a sum on all cores: " in printed and "of sum" in printed and case in printed.splitlines()[-1]
 
@@ -271,7 +285,12 @@ def test_copies_and_calls():
         (["report", "softmax"], "OP: no kernel 'softmax'; known: "),
         (["report", "--target", "rtx2080"], "target: unknown card 'rtx2080'; known: a100"),
         (["report", OUT, "--jobs", "0"], "--jobs: 0 processes, must be at least 1"),
-        (["report", OUT, "--compare", "no/such.json"], "[Errno 2] No such file or directory: 'no/such.json'"),
+        (["report", OUT, "--compare", "no/such.json"], "--compare no/such.json: No such file or directory"),
+        (["report", OUT, "--compare", __file__], f"--compare {__file__}: not JSON, as `report --json` writes it"),
+        (["check", OUT, "--json", "no/such.json"], "--json no/such.json: no is no directory"),
+        (["bench", OUT, "--json", "tests"], "--json tests: is a directory, name a file"),
+        (["report", OUT, "--plot", "no/such.png"], "--plot no/such.png: no is no directory"),
+        (["tune", OUT, "--out", "no/such.json"], "--out no/such.json: no is no directory"),
         (["bench", OUT], f"OP: no CPU kernel '{OUT}'; known: "),
         (["bench", "softmax"], "OP: no CPU kernel 'softmax'; known: "),
         (["tune"], "tune needs a GPU, and JAX sees none here (its backend is cpu); `tune --by compiled --target CARD`"),
