@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,8 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import check_shapes  # noqa: E402
+from benchmarks.shapes import artifact as random_artifact  # noqa: E402
 from benchmarks.shapes import checkpoint, engine_side, oracle, stored  # noqa: E402
+from ninfer_jax.config import ModelConfig  # noqa: E402
 from ninfer_jax.engine.convert import convert  # noqa: E402
+from ninfer_jax.engine.weights_in import ArtifactWeights  # noqa: E402
+from ninfer_jax.model import TextModel  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +86,19 @@ def test_the_formula_is_the_artifacts_and_no_other(way, monkeypatch, tmp_path):
     out = tmp_path / "theirs.npz"
     oracle.main(str(way.folder / "artifact"), str(way.ids), str(way.folder / "ours.npz"), str(out))
     assert len(check_shapes.compare(way.ours, dict(np.load(out)), "float32")) > 2
+
+
+def test_a_random_artifact_is_one_and_its_projections_keep_the_size_of_what_they_read(tmp_path):
+    config = checkpoint.text_config(4, miniature=True)
+    made = random_artifact.write(tmp_path / "made", config, "q4", seed=1)
+    weights = ArtifactWeights(made.path)
+    weights.check(TextModel(ModelConfig.from_hf(made.path), jnp.float32, mtp=True, recipe=weights.recipe))
+    numbers = stored.Stored(made.path)
+    for name, n, k, size in (("layers.0.mlp.gate_up_proj", 768, 256, 1.0), ("layers.3.self_attn.o_proj", 256, 1536, 0.5)):
+        values = numbers.matrix(name, n, k).numpy()
+        assert abs(np.sqrt((values**2).sum(axis=1).mean()) / size - 1) < 0.2, name
+    rows = numbers.rows("embed_tokens", np.arange(1088)).numpy()
+    assert abs(rows.std() - 1) < 0.2
 
 
 def test_refusals(tmp_path, monkeypatch, capsys):
