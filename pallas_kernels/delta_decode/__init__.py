@@ -7,10 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import launch
 from pallas_kernels.delta_decode import cpu, kernel, reference
-from pallas_kernels.delta_decode.reference import decode_rows
 from pallas_kernels.delta_rule import Layout, ring_rows
 
-__all__ = ["check_delta", "check_rings", "decode_rows", "delta_decode", "unfit_heads"]
+__all__ = ["check_delta", "check_rings", "delta_decode", "unfit_heads"]
 
 
 def delta_decode(

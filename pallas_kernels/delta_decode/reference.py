@@ -69,7 +69,7 @@ def decode_rows(
     """`delta_decode` without its memory: `rows` rows of every slot after the states as they are, which are only read.
 
     conv `[slots, width - 1, channels]`: the raw inputs before, oldest first; the other arguments as there. Returns its `out`
-    and the records `[slots, rows, ...]` that `fold_transitions` and `replay_rows` take.
+    and the records `[slots, rows, ...]` that `fold_transitions` takes.
     """
     slots, value_heads, key_dim, value_dim = recurrent.shape
     channels = conv.shape[-1]

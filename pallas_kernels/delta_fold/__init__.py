@@ -7,9 +7,8 @@ import jax
 from pallas_kernels import launch
 from pallas_kernels.delta_decode import check_rings, unfit_heads
 from pallas_kernels.delta_fold import cpu, kernel, reference
-from pallas_kernels.delta_fold.reference import shift_window
 
-__all__ = ["delta_fold", "shift_window"]
+__all__ = ["delta_fold"]
 
 
 def delta_fold(

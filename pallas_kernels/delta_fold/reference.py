@@ -18,10 +18,3 @@ def delta_fold(
     waiting = layout.unpack(ring_read(records, start, records.shape[1]))
     window = ring_read(conv, start + jnp.maximum(count, 0), width - 1)
     return fold_transitions(recurrent, waiting, count, zero), ring_write(conv, jnp.zeros_like(start), window, count >= 0)
-
-
-def shift_window(conv: jax.Array, raw: jax.Array, accepted: jax.Array) -> jax.Array:
-    """The window `[slots, width - 1, channels]` after `accepted[slot]` rows of raw inputs `[slots, rows, channels]`."""
-    window = jnp.concatenate([conv, raw], axis=1)
-    columns = accepted[:, None] + jnp.arange(conv.shape[1])
-    return jnp.take_along_axis(window, columns[..., None], axis=1)

@@ -3,7 +3,7 @@
 from pallas_kernels.delta_rule.chunked import CHUNK, chunked_delta_rule
 from pallas_kernels.delta_rule.inputs import causal_conv, decay_and_beta, l2_normalise, split_qkv
 from pallas_kernels.delta_rule.records import Layout, ring_rows
-from pallas_kernels.delta_rule.recurrent import Transitions, decode_delta_rule, fold_transitions, replay_rows
+from pallas_kernels.delta_rule.recurrent import Transitions, decode_delta_rule, fold_transitions
 
 __all__ = [
     "CHUNK",
@@ -15,7 +15,6 @@ __all__ = [
     "decode_delta_rule",
     "fold_transitions",
     "l2_normalise",
-    "replay_rows",
     "ring_rows",
     "split_qkv",
 ]

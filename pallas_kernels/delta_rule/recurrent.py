@@ -8,7 +8,6 @@ Verification must be able to take rows back, and S cannot be inverted. So a veri
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -56,14 +55,6 @@ def fold_transitions(state: jax.Array, transitions: Transitions, accepted: jax.A
         return jnp.where((row < accepted)[:, None, None, None], stepped, state)
 
     return jax.lax.fori_loop(0, jnp.max(accepted), replay, state)
-
-
-def replay_rows(
-    state: jax.Array, row_of: Callable[[jax.Array], Transitions], first: jax.Array, last: jax.Array, zero: jax.Array
-) -> jax.Array:
-    """`state` `[slots, ...]` after the recorded rows first..last-1, int32 scalars, the same for all slots. `row_of(row)`
-    gives one row's `Transitions` without the rows axis; it is called inside the loop, so records are read where they lie."""
-    return jax.lax.fori_loop(first, last, lambda row, state: _step(state, row_of(row), zero), state)
 
 
 def _row(transitions: Transitions, row: int | jax.Array) -> Transitions:
