@@ -29,7 +29,7 @@ class OnACpu(OnCpu, Case):
 
     @property
     def allowed_error(self) -> float:
-        """Of the reference's bfloat16 result."""
+        """The tolerance: that of the reference's bfloat16 result."""
         return 4e-3
 
     def run(self, x: Any, weight: Any, norm: Any, residual: Any) -> jax.Array:
@@ -39,7 +39,7 @@ class OnACpu(OnCpu, Case):
 
     @property
     def multiply_adds(self) -> int:
-        """Of its own rows: no tile is filled up."""
+        """The work of its own rows: no tile is filled up."""
         return self.rows * self.k * self.n
 
     @property
