@@ -77,7 +77,7 @@ def refuse(*_: object) -> bytes:
     [
         (lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX"), "this CPU is without avx2, .*fma"),
         (lambda patch: patch.setitem(sys.modules, "llvmlite.binding", None), "need llvmlite .*pip install llvmlite, or"),
-        (lambda patch: (patch.setattr(machine.kept, "read", lambda key: None), patch.setattr(machine, "_compile", refuse)), "no room"),
+        (lambda p: (p.setattr(machine.kept, "read", lambda _: None), p.setattr(machine, "_compile", refuse)), "no room"),
     ],
     ids=["an old CPU", "no LLVM", "an LLVM that fails"],
 )
