@@ -64,7 +64,7 @@ class Ninfer:
         jax.block_until_ready(runner.state)  # a round that was started ahead may still be at work
         self._session = Sequence(prompt, self._params(), self._engine.context - len(prompt), 0, (), self._engine.tokenizer)
         runner.submit(self._session)
-        runner.advance()
+        runner.prefill()
         return self._session.stats.prefill_s
 
     def decode(self, steps: int) -> float:

@@ -89,11 +89,12 @@ def measure(
 
     jax.block_until_ready(runner.state)  # a round started ahead for the run before may still be at work
     handed_in = time.perf_counter()
-    for request in requests:
-        runner.submit(request)
     try:
+        for request in requests:  # one whole prompt after another, and no round before the last
+            runner.submit(request)
+            runner.prefill(prefilled)
         while not all(r.finished for r in requests):
-            runner.advance(prefilled)
+            runner.round()
             report()
         if energy is not None:
             joules.append(energy())

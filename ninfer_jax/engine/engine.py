@@ -231,7 +231,7 @@ class Engine:
                 sequence.stats.compilations = self.compilations
                 piece = sequence.take()
                 completion = piece.completion
-                if piece.text or piece.reasoning or piece.tokens or completion:
+                if piece:
                     yield piece
         finally:
             self._end([sequence])

@@ -27,14 +27,18 @@ class TokenLogprob:
 class Stats:
     """Work and time of one completion.
 
-    prefill_s: seconds from the first chunk to the first token; decode_s: from then to the last token.
+    queue_s: seconds from the request to its first chunk; first_token_s: from the request to its first token. prefill_s: from the
+    first chunk to the first token; decode_s: from then to the last token. cached_tokens: of the prompt, those without a prefill.
     rounds: decode rounds this sequence took part in. drafted, accepted: MTP proposals and those among them that became
     output. compilations: programs compiled since the engine started to load; it stands still in service.
     kv_bytes_per_token: bytes that the attention layers' pages hold for a token, without the MTP layer's own.
     """
 
+    queue_s: float = 0.0
     prefill_s: float = 0.0
+    first_token_s: float = 0.0
     decode_s: float = 0.0
+    cached_tokens: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -48,7 +52,7 @@ class Completion:
 
     tokens: every generated id, an end token included. text: the answer; reasoning: what stood in `<think>`.
     finish_reason: "stop" (an end token, or a stop string), "length" (max_new_tokens or the context is used up),
-    "cancelled" (taken out before its end) or "lost" (see `AnswerLost`).
+    "cancelled" (taken out before its end), "deadline" (its time was up before that) or "lost" (see `AnswerLost`).
     logprobs: one entry a token if they were asked for, else None.
     """
 
@@ -63,9 +67,24 @@ class Completion:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of an answer as it is produced. The last one carries the whole `completion`; the others None."""
+    """A piece of an answer as it is produced. logprobs: one entry a token if they were asked for. The last piece carries the whole
+    `completion`; the others None. The sum of two is one piece."""
 
     text: str = ""
     reasoning: str = ""
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     completion: Completion | None = None
+
+    def __add__(self, later: Delta) -> Delta:
+        return Delta(
+            self.text + later.text,
+            self.reasoning + later.reasoning,
+            self.tokens + later.tokens,
+            self.logprobs + later.logprobs,
+            later.completion,
+        )
+
+    def __bool__(self) -> bool:
+        """Whether it says anything."""
+        return bool(self.text or self.reasoning or self.tokens or self.completion)

@@ -1,37 +1,60 @@
-"""Decides what runs next: which sequence gets a slot, whose prompt is prefilled, and decode rounds for all that have begun."""
+"""Carries out what the scheduler chooses: slots for sequences, chunks of their prompts, decode rounds of all that have begun."""
 
 from __future__ import annotations
 
+import time
+import traceback
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
+import jax
 import numpy as np
 from flax import nnx
 
 from ninfer_jax.config import PAGE
+from ninfer_jax.engine.prefixes import NoPrefixes, Prefixes
 from ninfer_jax.engine.results import TokenLogprob
+from ninfer_jax.engine.scheduler import Scheduler
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.slot_pool import Lease, SlotPool
 from ninfer_jax.programs import Programs, RoundOutput
 from ninfer_jax.state import State
 
 PrefillProgress = Callable[[Sequence, int], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A program that draws tokens, dispatched and not read. most: tokens that each sequence gets of it at most. drafts: of a
+    round; None for the first token of a prompt."""
+
+    out: RoundOutput
+    sequences: list[Sequence]
+    most: int
+    drafts: int | None
 
 
 class Runner:
-    """The queue in front of a `SlotPool`. Sequences wait in order; one is admitted when a slot and pages for all it may need
-    are free.
+    """Sequences on their way through a `SlotPool`, in the order of a `Scheduler`.
 
     An exception may come out of any call, at any line. It goes to the caller as it is. If it came while the engine was at work,
-    whoever holds a slot ends as "lost", and the next call begins with a fresh state; one out of `progress` costs nobody anything.
-    Not thread-safe: one thread calls.
+    whoever holds a slot ends as "lost", and the next call begins with a fresh state; one out of `progress` or of the cache of
+    prefixes costs nobody anything. Not thread-safe: one thread calls.
     """
 
     look_ahead = True
 
-    def __init__(self, programs: Programs, parameters: nnx.State, state: State | None = None):
+    def __init__(self, programs: Programs, parameters: nnx.State, state: State | None = None, prefixes: Prefixes | None = None):
         self.pool = SlotPool(programs, parameters, state)
-        self._live: list[Sequence] = []  # handed in and not finished, in order; those without a lease wait
-        self._ahead: tuple[RoundOutput, list[Sequence]] | None = None  # a round that has been started but not read
+        self.prefixes: Prefixes = prefixes or NoPrefixes()
+        self.faults: deque[str] = deque(maxlen=16)  # what the cache of prefixes has raised, a line each, the newest last
+        self._scheduler = Scheduler()
+        self._flights: list[_Flight] = []  # in the order of the device
+        self._scored: Lease | None = None
+        self._chunk: jax.Array | None = None  # of the last chunk, unless a round was read since
 
     @property
     def state(self) -> State:
@@ -43,6 +66,11 @@ class Runner:
     def busy(self) -> int:
         """Slots that a sequence or a lease holds."""
         return self.pool.busy
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Sequences that are handed in and not finished, in order of arrival."""
+        return [s for s in self._scheduler if not s.finished]
 
     @property
     def pool_tokens(self) -> int:
@@ -69,15 +97,18 @@ class Runner:
         self._tidy()
         rows = []
         with self.pool.transaction():
-            lease = self.pool.admit(len(tokens))
-            while lease is not None and lease.length < len(tokens):
-                count, hidden = self.pool.prefill(lease, tokens[lease.length :])
-                rows.append(self.pool.logits(hidden)[:count])
-            if lease is not None:
-                lease.end()
+            lease = self._scored = self.pool.admit(len(tokens))
         if lease is None:
             raise ValueError("score: no slot or not enough pages are free, finish or cancel a running completion first")
-        return np.concatenate(rows)
+        try:
+            while lease.length < len(tokens):
+                with self.pool.transaction():
+                    count, hidden = self.pool.prefill(lease, tokens[lease.length :])
+                # Outside: it reads nothing of the state, so that to fail here costs no answer.
+                rows.append(self.pool.logits(hidden)[:count])
+            return np.concatenate(rows)
+        finally:
+            lease.end()
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. ValueError for one that will never fit."""
@@ -85,7 +116,7 @@ class Runner:
         most = min(self.pool_tokens, PAGE * self.pool.programs.shape.pages_per_slot)
         if need > most:
             raise ValueError(f"prompt and answer may take {need} tokens together, the page pool holds {most}")
-        self._live.append(sequence)
+        self._scheduler.add(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """Take a sequence out wherever it is; its slot and pages are free afterwards. It only marks it, because it comes from
@@ -93,113 +124,205 @@ class Runner:
         _end(sequence)
 
     def advance(self, progress: PrefillProgress | None = None) -> None:
-        """Admit and prefill what fits, then book one decode round of every sequence that has its first token. progress:
-        called after each chunk with the sequence and how many of its tokens are prefilled. ValueError if sequences wait and
-        nothing will ever make room for them."""
-        worked = self.prefill(progress)
-        if not self.round() and not worked and self._live:
+        """One `turn`. ValueError if sequences wait and nothing will ever make room for them."""
+        if not self.turn(progress) and len(self._scheduler):
             raise ValueError("no slot or not enough pages are free: end the leases that hold them first")
 
+    def turn(self, progress: PrefillProgress | None = None) -> bool:
+        """Give slots to those that fit, append one chunk of one prompt, and book a decode round of all that have begun: between two
+        rounds there is never more than one chunk. Whether there was anything to do. progress: called after the chunk with the
+        sequence and how many of its tokens are prefilled."""
+        worked = self._admit()
+        sequence = self._next_chunk(progress)
+        if sequence is not None:
+            self._begin(sequence)
+        rounds = self.round()
+        return rounds or worked or sequence is not None
+
     def prefill(self, progress: PrefillProgress | None = None) -> bool:
-        """Admit what fits and prefill it to the first token; whether there was anything to do."""
+        """Admit what fits and prefill it to the first token, without rounds; whether there was anything to do."""
         worked = False
         while True:
-            self._tidy()
-            with self.pool.transaction():
-                sequence = self._prefilling() or self._admit()
-                if sequence is None:
-                    return worked
-                worked, appended = True, self._prefill_step(sequence)
-            # Outside of the transaction: what the caller does here, or fails to do, changes nothing.
-            if appended and progress:
-                progress(sequence, sequence.prefilled)
+            worked |= self._admit()
+            sequence = self._next_chunk(progress, wait=False)
+            if sequence is None:
+                return worked
+            worked = True
+            if self._begin(sequence):
+                self._book_flights(keep=0)
 
     def round(self) -> bool:
-        """Book one decode round of every sequence that has its first token; whether there was any.
+        """Book what has been drawn: a decode round of all that have begun, or the first token of one; whether there was any.
 
         With `look_ahead` the next round is started before this one's tokens are read, so that the device does not wait for
         the host. It goes to waste when all sequences turn out to have ended; who ends by budget is known beforehand.
         """
         self._tidy()
         with self.pool.transaction():
-            started = self._ahead if self._ahead and not all(s.finished for s in self._ahead[1]) else self._start_round()
-            self._ahead = None
-            if started is None:
-                return False
-            out, sequences = started
-            draft = self.pool.programs.shape.draft
-            if self.look_ahead and any(len(s.tokens) + draft + 1 < s.budget for s in sequences if not s.finished):
-                self._ahead = self._start_round()
-            # A sequence may have been cancelled while its round ran.
-            self._book(_read(out, sequences), [s for s in sequences if not s.finished], drafts=draft)
+            flights = self._flights
+            flights += self._start_round()
+            if self.look_ahead and len(flights) == 1:
+                flights += self._start_round()
+        if not flights:
+            return False
+        self._book_flights(keep=int(self.look_ahead and len(flights) > 1 and flights[-1].drafts is not None))
         return True
 
     def _tidy(self) -> None:
         """Bring the books in order, whatever has struck since the last call."""
         self.pool.tidy()
-        for sequence in self._live:
+        now = time.monotonic()
+        if self._scored is not None:
+            self._scored.end()
+            self._scored = None
+        for sequence in self._scheduler:
             lease = sequence.lease
-            if not sequence.finished and lease is not None and lease.lost:
+            if sequence.finished:
+                _end(sequence)
+            elif lease is not None and lease.lost:
                 sequence.lose(lease.lost)
             elif sequence.abandoned or (lease is not None and lease.ended):
                 _end(sequence)
-        self._live = [s for s in self._live if not s.finished]
+            elif sequence.deadline is not None and now >= sequence.deadline:
+                _end(sequence, "deadline")
+        self._scheduler.drop_finished()
+        self._flights = [f for f in self._flights if not all(s.finished for s in f.sequences)]
+        if not self._scheduler.prefilling:
+            self._chunk = None
 
-    def _prefilling(self) -> Sequence | None:
-        return next((s for s in self._live if s.lease is not None and not s.begun and not s.finished), None)
+    def _admit(self) -> bool:
+        """Slots for those that are to have one; whether there were any."""
+        self._tidy()
+        admitted = False
+        while self.pool.busy < self.pool.programs.shape.slots:
+            sequence = self._scheduler.for_a_slot(self._admitted)
+            if sequence is None:
+                break
+            admitted, lease = True, sequence.lease
+            assert lease is not None  # it has just been made
+            self._ask(lambda s=sequence, at=lease: self.prefixes.admitted(s, at))
+            sequence.prefilled = sequence.stats.cached_tokens = lease.length
+        return admitted
 
-    def _admit(self) -> Sequence | None:
-        sequence = next((s for s in self._live if s.lease is None and not s.finished), None)
+    def _admitted(self, sequence: Sequence) -> bool:
+        need = len(sequence.prompt) + sequence.budget
+        shared = self._ask(lambda: self.prefixes.shared(sequence)) or ()
+        with self.pool.transaction():
+            try:
+                lease = self.pool.admit(need, sequence.budget, sequence.params, sequence.seed, sequence.end_ids, shared)
+            except Exception as error:  # it would be the first to be tried again
+                sequence.lose(_line(error))
+                raise
+            sequence.lease = lease
+        return sequence.lease is not None
+
+    def _next_chunk(self, progress: PrefillProgress | None, wait: bool = True) -> Sequence | None:
+        """Append the next chunk; whose it was, None if no prompt is under way. A prompt that is known to its end needs none.
+        wait: until the chunk before the last one is done, so that whoever comes next is not behind a whole prompt."""
+        self._tidy()
+        sequence = self._scheduler.for_a_chunk()
         if sequence is None:
             return None
-        need = len(sequence.prompt) + sequence.budget
-        sequence.lease = self.pool.admit(need, sequence.budget, sequence.params, sequence.seed, sequence.end_ids)
-        return None if sequence.lease is None else sequence
+        lease = sequence.lease
+        assert lease is not None  # otherwise it waits
+        sequence.start_clock()
+        sequence.prefilled = lease.length
+        if sequence.prefilled < len(sequence.prompt):
+            with self.pool.transaction():
+                before, self._chunk = self._chunk, None
+                _, hidden = self.pool.prefill(lease, sequence.prompt[lease.length :], sequence.next_mark())
+                sequence.prefilled = lease.length
+                if wait:
+                    self._chunk = hidden
+                    jax.block_until_ready(before)
+            self._ask(lambda: self.prefixes.appended(sequence, lease))
+            if progress:
+                progress(sequence, sequence.prefilled)
+        return sequence
 
-    def _prefill_step(self, sequence: Sequence) -> bool:
-        """Append the next chunk of the prompt, or draw the first token if there is none; whether there was one."""
-        start, lease = sequence.prefilled, sequence.lease
-        assert lease is not None  # it has been admitted
-        if start < len(sequence.prompt):
-            if start == 0:
-                sequence.start_clock()
-            count, _ = self.pool.prefill(lease, sequence.prompt[start:])
-            sequence.prefilled += count
-            return True
-        out = _read(self.pool.begin(lease), [sequence])
-        sequence.first_token()
-        sequence.begun = True
-        self._book(out, [sequence], drafts=None)
-        return False
+    def _begin(self, sequence: Sequence) -> bool:
+        """Draw the first token of a prompt that is appended to its end; it takes part in rounds from now on. Whether it is."""
+        self._tidy()
+        lease = sequence.lease
+        # What the caller did after its chunk may have ended it, or let it begin.
+        if lease is None or lease.length < len(sequence.prompt) or sequence.begun or sequence.finished:
+            return False
+        with self.pool.transaction():
+            self._flights.append(_Flight(self.pool.begin(lease), [sequence], 1, None))
+            sequence.begun = True
+        return True
 
-    def _start_round(self) -> tuple[RoundOutput, list[Sequence]] | None:
-        """Start a round; its output, to be read later, and the sequences it is for."""
-        decoding = [s for s in self._live if s.begun and not s.finished]
-        return (self.pool.round(), decoding) if decoding else None
+    def _start_round(self) -> list[_Flight]:
+        """A round of all that have begun, started; none if they all may end with what is in flight."""
+        draft, decoding = self.pool.programs.shape.draft, self._scheduler.decoding
+        for sequence in decoding:
+            if len(sequence.tokens) + sum(f.most for f in self._flights if sequence in f.sequences) < sequence.budget:
+                return [_Flight(self.pool.round(), decoding, draft + 1, draft)]
+        return []
 
-    def _book(self, out: RoundOutput, sequences: list[Sequence], drafts: int | None) -> None:
-        for sequence in sequences:
+    def _book_flights(self, keep: int) -> None:
+        """Book all that is in flight but the last `keep`."""
+        ended: list[Sequence] = []
+        with self.pool.transaction():
+            self._chunk = None
+            while len(self._flights) > keep:
+                flight = self._flights.pop(0)
+                out = _read(flight.out, flight.sequences)
+                for sequence in flight.sequences:
+                    # It may have been cancelled since.
+                    if not sequence.finished:
+                        _book(sequence, out, flight.drafts)
+                        ended += [sequence] if sequence.finished else []
+        for sequence in ended:
             lease = sequence.lease
-            assert lease is not None  # who has none takes no part
-            slot = lease.slot
-            count = int(out.emitted[slot])
-            tokens = out.tokens[slot, :count].tolist()
-            before = len(sequence.tokens)
-            sequence.push(tokens, _logprobs(out, sequence, slot, tokens), bool(out.finished[slot]))
-            if drafts is not None:
-                sequence.stats.rounds += 1
-                sequence.stats.drafted += drafts
-                # Drafts come first in a round; a stop string may have dropped some.
-                sequence.stats.accepted += min(int(out.accepted[slot]), len(sequence.tokens) - before)
-            if sequence.finished:
-                lease.end()
+            assert lease is not None  # it took part
+            if sequence.lost_to is None:
+                self._ask(lambda s=sequence, at=lease: self.prefixes.ended(s, at))
+            lease.end()
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """What the cache of prefixes says. None, and a fault noted, where it fails and the state is whole; a fault that has cut a
+        transaction goes on."""
+        life = self.pool.life
+        try:
+            return question()
+        except Exception as error:
+            if self.pool.life is not life:
+                raise
+            self.faults.append(_line(error))
+            return None
 
 
-def _end(sequence: Sequence) -> None:
+def _end(sequence: Sequence, reason: str = "cancelled") -> None:
     """Its slot first, because what is made of its text may fail."""
     if sequence.lease is not None:
         sequence.lease.end()
-    sequence.cancel()
+    sequence.cancel(reason)
+
+
+def _book(sequence: Sequence, out: RoundOutput, drafts: int | None) -> None:
+    """Hand the sequence its tokens. If its text fails, it is lost and nobody else."""
+    lease = sequence.lease
+    assert lease is not None  # who has none takes no part
+    slot = lease.slot
+    count = int(out.emitted[slot])
+    tokens = out.tokens[slot, :count].tolist()
+    before = len(sequence.tokens)
+    if drafts is None:
+        sequence.first_token()
+    try:
+        sequence.push(tokens, _logprobs(out, sequence, slot, tokens), bool(out.finished[slot]))
+    except Exception as error:
+        sequence.lose(_line(error))
+    if drafts is not None:
+        sequence.stats.rounds += 1
+        sequence.stats.drafted += drafts
+        # Drafts come first in a round; a stop string may have dropped some.
+        sequence.stats.accepted += min(int(out.accepted[slot]), len(sequence.tokens) - before)
+
+
+def _line(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[0].splitlines()[0]
 
 
 def _read(out: RoundOutput, sequences: list[Sequence]) -> RoundOutput:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ninfer_jax.decoding import SamplingParams
@@ -18,8 +19,12 @@ from ninfer_jax.text import IncrementalDecoder, ReasoningSplitter, StopMatcher, 
 class Sequence:
     """Host side of a sequence. `budget`: tokens it may emit; `seed`: of its draws; `end_ids`: tokens that end it.
 
-    lease: its slot, None while it waits. begun: has its first token. reader: the generator that hands its pieces on, None
-    if nobody does; once that has ended nobody waits for the sequence any more.
+    lease: its slot, None while it waits. begun: its first token is drawn, or being drawn. reader: the generator that hands its
+    pieces on, None if nobody does; once that has ended nobody waits for the sequence any more. deadline: `time.monotonic()` at
+    which it ends, whatever it has come to. exact: the slot has stopped where the answer stops; it goes on behind a stop string.
+
+    session, snapshots, marks: for a cache of prefixes: the conversation it belongs to, prompt lengths that the caller wants kept,
+    and rising multiples of 64 at which a chunk of the prompt has to end. served, overtaken: the scheduler's.
     """
 
     prompt: list[int]
@@ -36,6 +41,13 @@ class Sequence:
     finish_reason: str | None = None
     lost_to: str | None = None
     reader: weakref.ref[Generator[Any, None, None]] | None = None
+    deadline: float | None = None
+    exact: bool = False
+    session: str | None = None
+    snapshots: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
+    served: int = 0
+    overtaken: int = 0
 
     def __post_init__(self) -> None:
         self._decoder = IncrementalDecoder(self.tokenizer, after=self.prompt)
@@ -44,7 +56,8 @@ class Sequence:
         self._logprobs: list[TokenLogprob] = []
         self._text, self._reasoning = [], []
         self._fresh = Delta()
-        self._clock = time.perf_counter()
+        self._clock = self._made = time.perf_counter()
+        self._started = False
 
     @property
     def finished(self) -> bool:
@@ -58,13 +71,20 @@ class Sequence:
         reader: Any = self.reader()
         return reader is None or reader.gi_frame is None
 
+    def next_mark(self) -> int | None:
+        """The next length at which a chunk has to end; None without one."""
+        return next((mark for mark in self.marks if mark > self.prefilled), None)
+
     def start_clock(self) -> None:
-        """Called when the first chunk is about to run."""
-        self._clock = time.perf_counter()
+        """Called when a chunk, or the first token of a prompt that needs none, is about to run; the first call counts."""
+        if not self._started:
+            self._started, self._clock = True, time.perf_counter()
+            self.stats.queue_s = self._clock - self._made
 
     def first_token(self) -> None:
         """Called when the prompt has given its first token: prefill ends, decoding starts."""
         now = time.perf_counter()
+        self.stats.first_token_s = now - self._made
         self.stats.prefill_s, self._clock = now - self._clock, now
 
     def push(self, tokens: list[int], logprobs: list[TokenLogprob], device_finished: bool) -> None:
@@ -74,17 +94,19 @@ class Sequence:
             if self.params.logprobs is not None:
                 self._logprobs.append(logprobs[at])
             text, stopped = self._stops.push(self._decoder.push([token]))
-            self._add(text, token)
+            self._add(text, token, logprobs[at : at + 1])
             if stopped:
+                self.exact = device_finished and at == len(tokens) - 1
                 self._finish("stop")
                 return
         if device_finished:
+            self.exact = True
             self._finish("stop" if self.tokens[-1] in self.end_ids else "length")
 
-    def cancel(self) -> None:
+    def cancel(self, reason: str = "cancelled") -> None:
         """End now, with what there is."""
         if not self.finished:
-            self._finish("cancelled")
+            self._finish(reason)
 
     def lose(self, cause: str) -> None:
         """End without an answer: what it was computed in is gone."""
@@ -97,7 +119,7 @@ class Sequence:
         fresh, self._fresh = self._fresh, Delta()
         if not self.finished:
             return fresh
-        return Delta(fresh.text, fresh.reasoning, fresh.tokens, self.completion())
+        return replace(fresh, completion=self.completion())
 
     def completion(self) -> Completion:
         """The whole answer; AnswerLost as for `take`."""
@@ -116,16 +138,15 @@ class Sequence:
     def _finish(self, reason: str) -> None:
         self.stats.decode_s = time.perf_counter() - self._clock
         held, stopped = ("", True) if self._stops.matched else self._stops.push(self._decoder.flush())
-        self._add(held if stopped else held + self._stops.flush(), None)
-        self._emit(*self._splitter.flush(), [])
+        self._add(held if stopped else held + self._stops.flush())
+        self._emit(*self._splitter.flush())
         self.finish_reason = reason  # last: whatever says that it has finished is whole
 
-    def _add(self, text: str, token: int | None) -> None:
+    def _add(self, text: str, token: int | None = None, logprobs: SequenceOf[TokenLogprob] = ()) -> None:
         piece = self._splitter.push(text)
-        self._emit(piece.reasoning, piece.answer, [] if token is None else [token])
+        self._emit(piece.reasoning, piece.answer, [] if token is None else [token], logprobs)
 
-    def _emit(self, reasoning: str, answer: str, tokens: list[int]) -> None:
+    def _emit(self, reasoning: str, answer: str, tokens: SequenceOf[int] = (), logprobs: SequenceOf[TokenLogprob] = ()) -> None:
         self._text.append(answer)
         self._reasoning.append(reasoning)
-        fresh = self._fresh
-        self._fresh = Delta(fresh.text + answer, fresh.reasoning + reasoning, fresh.tokens + tokens)
+        self._fresh = self._fresh + Delta(answer, reasoning, [*tokens], [*logprobs])

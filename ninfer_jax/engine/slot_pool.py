@@ -250,10 +250,12 @@ class SlotPool:
         life.state = self.programs.admit(self._state(), new)
         return lease
 
-    def prefill(self, lease: Lease, tokens: SequenceOf[int]) -> tuple[int, jax.Array]:
-        """Append the first chunk of `tokens`: how many tokens it has, and its hidden rows `[rows, hidden]`."""
+    def prefill(self, lease: Lease, tokens: SequenceOf[int], until: int | None = None) -> tuple[int, jax.Array]:
+        """Append the first chunk of `tokens`: how many tokens it has, and its hidden rows `[rows, hidden]`. until: a length, a
+        multiple of 64, that it does not go beyond; which program runs, and with it every bit, depends on all of `tokens`."""
         start = lease.length
         rows, count = next_chunk(start, start + len(tokens), self.programs.chunk, self.programs.short)
+        count = count if until is None else min(count, until - start)
         inputs = np.zeros(rows, np.int32)
         inputs[:count] = tokens[:count]
         positions = np.ascontiguousarray(np.broadcast_to(start - 1 + np.arange(rows + 1, dtype=np.int32), (3, rows + 1)))

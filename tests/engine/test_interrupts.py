@@ -23,7 +23,7 @@ from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.text import StopMatcher
 
 PACKAGE = Path(ninfer_jax.__file__).parent
-DRIVER = {str(PACKAGE / "engine" / f"{name}.py") for name in ("engine", "runner", "sequence", "slot_pool")}
+DRIVER = {str(PACKAGE / "engine" / f"{name}.py") for name in ("engine", "runner", "scheduler", "sequence", "slot_pool")}
 DRIVER.add(str(PACKAGE / "state" / "pages.py"))
 CONTEXT, PAGES = 256, 8  # of a slot; of two
 LENGTHS = (70, 3, 20, 64)
@@ -363,7 +363,8 @@ def test_a_callback_may_use_the_engine(engine, right):
 def test_a_cancelled_sequence_says_so(engine, right):
     waiting, running = (Sequence(PROMPTS[0], GREEDY, 100, 0, (), engine.tokenizer) for _ in range(2))
     engine.runner.submit(running)
-    engine.runner.advance()
+    while not running.tokens:
+        engine.runner.advance()
     engine.runner.submit(waiting)
     for sequence in (running, waiting):
         engine.runner.cancel(sequence)
@@ -378,7 +379,7 @@ def test_cancelling_that_is_interrupted_is_made_good(engine, right, monkeypatch)
     engine.runner.submit(sequence)
     engine.runner.advance()
     with monkeypatch.context() as patch:
-        patch.setattr(Sequence, "cancel", lambda self: [].pop())
+        patch.setattr(Sequence, "cancel", lambda self, reason: [].pop())
         with pytest.raises(IndexError):
             engine.runner.cancel(sequence)
     assert engine.runner.busy == 0
