@@ -1,4 +1,4 @@
-"""Where a cache of prefixes is asked: when a sequence gets its slot, after each chunk of its prompt, and at its end."""
+"""The questions to a cache of prefixes: when a sequence gets its slot, after each chunk of its prompt, and at its end."""
 
 from __future__ import annotations
 

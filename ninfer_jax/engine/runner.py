@@ -225,7 +225,8 @@ class Runner:
             return None
         lease = sequence.lease
         assert lease is not None  # otherwise it waits
-        sequence.start_clock()
+        if not sequence.started:
+            sequence.start_clock()
         sequence.prefilled = lease.length
         if sequence.prefilled < len(sequence.prompt):
             with self.pool.transaction():
@@ -281,7 +282,7 @@ class Runner:
             lease.end()
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """What the cache of prefixes says. None, and a fault noted, where it fails and the state is whole; a fault that has cut a
+        """The answer of the cache of prefixes. None, and a fault noted, where it fails and the state is whole; a fault that has cut a
         transaction goes on."""
         life = self.pool.life
         try:

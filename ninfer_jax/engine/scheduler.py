@@ -1,4 +1,4 @@
-"""Who is next: for a slot, and for a chunk of prefill. Knows sequences and their lengths, no device.
+"""The order of things: who gets a slot next, and who a chunk of prefill. Knows sequences and their lengths, no device.
 
 For a slot: in order of arrival. Where the first that waits does not fit into the free pages, later ones that fit go ahead of it,
 but no more than `OVERTAKING` of them; then all wait until it fits.
@@ -67,7 +67,7 @@ class Scheduler:
         return None
 
     def for_a_chunk(self) -> Sequence | None:
-        """Whose prompt goes on; None if none is under way. Counts as given out."""
+        """The sequence whose prompt goes on; None if none is under way. Counts as given out."""
         prefilling = self.prefilling
         if not prefilling:
             return None

@@ -19,9 +19,10 @@ from ninfer_jax.text import IncrementalDecoder, ReasoningSplitter, StopMatcher, 
 class Sequence:
     """Host side of a sequence. `budget`: tokens it may emit; `seed`: of its draws; `end_ids`: tokens that end it.
 
-    lease: its slot, None while it waits. begun: its first token is drawn, or being drawn. reader: the generator that hands its
-    pieces on, None if nobody does; once that has ended nobody waits for the sequence any more. deadline: `time.monotonic()` at
-    which it ends, whatever it has come to. exact: the slot has stopped where the answer stops; it goes on behind a stop string.
+    lease: its slot, None while it waits. started: its prefill has. begun: its first token is drawn, or being drawn. reader: the
+    generator that hands its pieces on, None if nobody does; once that has ended nobody waits for the sequence any more. deadline:
+    `time.monotonic()` at which it ends, whatever it has come to. exact: the slot has stopped where the answer stops; it goes on
+    behind a stop string.
 
     session, snapshots, marks: for a cache of prefixes: the conversation it belongs to, prompt lengths that the caller wants kept,
     and rising multiples of 64 at which a chunk of the prompt has to end. served, overtaken: the scheduler's.
@@ -36,6 +37,7 @@ class Sequence:
     stats: Stats = field(default_factory=Stats)
     lease: Lease | None = None
     prefilled: int = 0
+    started: bool = False
     begun: bool = False
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -57,7 +59,6 @@ class Sequence:
         self._text, self._reasoning = [], []
         self._fresh = Delta()
         self._clock = self._made = time.perf_counter()
-        self._started = False
 
     @property
     def finished(self) -> bool:
@@ -76,10 +77,9 @@ class Sequence:
         return next((mark for mark in self.marks if mark > self.prefilled), None)
 
     def start_clock(self) -> None:
-        """Called when a chunk, or the first token of a prompt that needs none, is about to run; the first call counts."""
-        if not self._started:
-            self._started, self._clock = True, time.perf_counter()
-            self.stats.queue_s = self._clock - self._made
+        """Called when the first chunk, or the first token of a prompt that needs none, is about to run."""
+        self.started, self._clock = True, time.perf_counter()
+        self.stats.queue_s = self._clock - self._made
 
     def first_token(self) -> None:
         """Called when the prompt has given its first token: prefill ends, decoding starts."""
