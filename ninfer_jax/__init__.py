@@ -10,10 +10,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ninfer_jax.config import EngineConfig, ModelConfig
     from ninfer_jax.decoding import SamplingParams
-    from ninfer_jax.engine import AnswerLost, Completion, Delta, Engine, Stats, TokenLogprob
+    from ninfer_jax.engine import AnswerLost, AsyncEngine, Completion, Delta, Engine, EngineStopped, QueueFull, Stats, TokenLogprob
 
 __version__ = "0.1.0"
-__all__ = ["AnswerLost", "Completion", "Delta", "Engine", "EngineConfig", "ModelConfig", "SamplingParams", "Stats", "TokenLogprob"]
+__all__ = [
+    "AnswerLost",
+    "AsyncEngine",
+    "Completion",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "EngineStopped",
+    "ModelConfig",
+    "QueueFull",
+    "SamplingParams",
+    "Stats",
+    "TokenLogprob",
+]
 
 _HOMES = {"EngineConfig": "config", "ModelConfig": "config", "SamplingParams": "decoding"}
 

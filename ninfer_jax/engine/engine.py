@@ -137,6 +137,12 @@ class Engine:
         return self._runner
 
     @property
+    def requests(self) -> Requests:
+        """The way from prompts to sequences, and what is refused on it."""
+        text = CheckpointText(self.tokenizer, self.template, self.defaults)
+        return Requests(text, self.context, self._runner.pool_tokens)
+
+    @property
     def compilations(self) -> int:
         """Programs compiled in this process since the engine started to load."""
         return compilations() - self._started_at
@@ -150,7 +156,7 @@ class Engine:
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The checkpoint's own sampling defaults, with `changes` on top."""
-        return self._requests.default_params(**changes)
+        return self.requests.default_params(**changes)
 
     def generate(
         self,
@@ -199,14 +205,14 @@ class Engine:
     def score(self, tokens: SequenceOf[int]) -> np.ndarray:
         """Teacher-forced logits through the prefill program: float32 `[tokens, vocab rows]`; row t predicts token t + 1.
         Padding rows of the vocabulary are included, as the checkpoint's head computes them."""
-        ids = self._requests.check_ids(tokens)
+        ids = self.requests.check_ids(tokens)
         if len(ids) > self.context:
             raise ValueError(f"score: {len(ids)} tokens, the context holds {self.context}")
         return self._runner.score(ids)
 
     def prompt_ids(self, prompt: Prompt, **template_options: Any) -> list[int]:
         """The token ids that a prompt becomes."""
-        return self._requests.prompt_ids(prompt, template_options)
+        return self.requests.prompt_ids(prompt, template_options)
 
     def _work(self, sequences: list[Sequence]) -> Generator[None, None, None]:
         """Brings them to their ends, a step each time it is read. Once it has ended, however it did, they are out of the engine."""
@@ -243,11 +249,6 @@ class Engine:
                 self._runner.cancel(sequence)
 
     def _sequence(self, prompt: Prompt, params: SamplingParams | None, template_options: dict[str, Any]) -> Sequence:
-        sequence = self._requests.sequence(prompt, params, template_options)
+        sequence = self.requests.sequence(prompt, params, template_options)
         sequence.stats.kv_bytes_per_token = self.kv_bytes_per_token
         return sequence
-
-    @property
-    def _requests(self) -> Requests:
-        text = CheckpointText(self.tokenizer, self.template, self.defaults)
-        return Requests(text, self.context, self._runner.pool_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, field
 
 
@@ -11,6 +12,23 @@ class AnswerLost(RuntimeError):
 
     def __init__(self, cause: str):
         super().__init__(f"the answer is lost: the engine was stopped at work by {cause}; ask again")
+
+
+def first_line(error: BaseException) -> str:
+    """Name and message of an exception, of which the first line."""
+    return traceback.format_exception_only(error)[0].splitlines()[0]
+
+
+class QueueFull(RuntimeError):
+    """A request that was not taken, because too many are waiting. retry_after: seconds after which to ask again makes sense."""
+
+    def __init__(self, waiting: int, retry_after: float = 5.0):
+        super().__init__(f"{waiting} requests are waiting already; try again in {retry_after:g} s")
+        self.retry_after = retry_after
+
+
+class EngineStopped(RuntimeError):
+    """An engine that takes no requests any more: it was closed, or its device failed for good."""
 
 
 @dataclass(frozen=True)
@@ -86,5 +104,5 @@ class Delta:
         )
 
     def __bool__(self) -> bool:
-        """Whether it says anything."""
+        """Something is said."""
         return bool(self.text or self.reasoning or self.tokens or self.completion)

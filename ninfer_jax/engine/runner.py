@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from flax import nnx
 
 from ninfer_jax.config import PAGE
 from ninfer_jax.engine.prefixes import NoPrefixes, Prefixes
-from ninfer_jax.engine.results import TokenLogprob
+from ninfer_jax.engine.results import TokenLogprob, first_line
 from ninfer_jax.engine.scheduler import Scheduler
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.slot_pool import Lease, SlotPool
@@ -37,12 +37,27 @@ class _Flight:
     drafts: int | None
 
 
+@dataclass
+class Counts:
+    """What has been done since the start. chunks, prefilled: calls of prefill, and the tokens they appended. rounds: read; tokens:
+    generated; drafted, accepted: MTP proposals, and those that became output. cached: prompt tokens that needed no prefill."""
+
+    chunks: int = 0
+    prefilled: int = 0
+    cached: int = 0
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
 class Runner:
     """Sequences on their way through a `SlotPool`, in the order of a `Scheduler`.
 
     An exception may come out of any call, at any line. It goes to the caller as it is. If it came while the engine was at work,
     whoever holds a slot ends as "lost", and the next call begins with a fresh state; one out of `progress` or of the cache of
-    prefixes costs nobody anything. Not thread-safe: one thread calls.
+    prefixes costs nobody anything. Not thread-safe: one thread calls; owner: which one, by `threading.get_ident()`, where that is
+    to be checked.
     """
 
     look_ahead = True
@@ -50,9 +65,12 @@ class Runner:
     def __init__(self, programs: Programs, parameters: nnx.State, state: State | None = None, prefixes: Prefixes | None = None):
         self.pool = SlotPool(programs, parameters, state)
         self.prefixes: Prefixes = prefixes or NoPrefixes()
+        self.counts = Counts()
+        self.owner: int | None = None
         self.faults: deque[str] = deque(maxlen=16)  # what the cache of prefixes has raised, a line each, the newest last
         self._scheduler = Scheduler()
         self._flights: list[_Flight] = []  # in the order of the device
+        self._ended: list[Sequence] = []  # answers whose slots are still their own
         self._scored: Lease | None = None
         self._chunk: jax.Array | None = None  # of the last chunk, unless a round was read since
 
@@ -112,6 +130,7 @@ class Runner:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. ValueError for one that will never fit."""
+        self._check_owner()
         need = len(sequence.prompt) + sequence.budget
         most = min(self.pool_tokens, PAGE * self.pool.programs.shape.pages_per_slot)
         if need > most:
@@ -124,8 +143,10 @@ class Runner:
         _end(sequence)
 
     def advance(self, progress: PrefillProgress | None = None) -> None:
-        """One `turn`. ValueError if sequences wait and nothing will ever make room for them."""
-        if not self.turn(progress) and len(self._scheduler):
+        """One `turn`, and `finish`. ValueError if sequences wait and nothing will ever make room for them."""
+        worked = self.turn(progress)
+        self.finish()
+        if not worked and len(self._scheduler):
             raise ValueError("no slot or not enough pages are free: end the leases that hold them first")
 
     def turn(self, progress: PrefillProgress | None = None) -> bool:
@@ -136,8 +157,19 @@ class Runner:
         sequence = self._next_chunk(progress)
         if sequence is not None:
             self._begin(sequence)
-        rounds = self.round()
+        rounds = self._round()
         return rounds or worked or sequence is not None
+
+    def finish(self) -> None:
+        """Give back the slots of answers that have ended, and tell the cache of prefixes before; whoever waits for them has them
+        by then."""
+        while self._ended:
+            sequence = self._ended.pop()
+            lease = sequence.lease
+            assert lease is not None  # it took part in a round
+            if sequence.lost_to is None and not lease.lost and not lease.ended:
+                self._ask(lambda s=sequence, at=lease: self.prefixes.ended(s, at))
+            lease.end()
 
     def prefill(self, progress: PrefillProgress | None = None) -> bool:
         """Admit what fits and prefill it to the first token, without rounds; whether there was anything to do."""
@@ -150,8 +182,15 @@ class Runner:
             worked = True
             if self._begin(sequence):
                 self._book_flights(keep=0)
+                self.finish()
 
     def round(self) -> bool:
+        """A turn without prefill: whether there was anything to read."""
+        worked = self._round()
+        self.finish()
+        return worked
+
+    def _round(self) -> bool:
         """Book what has been drawn: a decode round of all that have begun, or the first token of one; whether there was any.
 
         With `look_ahead` the next round is started before this one's tokens are read, so that the device does not wait for
@@ -170,11 +209,13 @@ class Runner:
 
     def _tidy(self) -> None:
         """Bring the books in order, whatever has struck since the last call."""
+        self._check_owner()
         self.pool.tidy()
         now = time.monotonic()
         if self._scored is not None:
             self._scored.end()
             self._scored = None
+        self.finish()
         for sequence in self._scheduler:
             lease = sequence.lease
             if sequence.finished:
@@ -190,6 +231,10 @@ class Runner:
         if not self._scheduler.prefilling:
             self._chunk = None
 
+    def _check_owner(self) -> None:
+        if self.owner is not None and self.owner != threading.get_ident():
+            raise RuntimeError("this engine belongs to an AsyncEngine: hand requests to that one")
+
     def _admit(self) -> bool:
         """Slots for those that are to have one; whether there were any."""
         self._tidy()
@@ -202,6 +247,7 @@ class Runner:
             assert lease is not None  # it has just been made
             self._ask(lambda s=sequence, at=lease: self.prefixes.admitted(s, at))
             sequence.prefilled = sequence.stats.cached_tokens = lease.length
+            self.counts.cached += lease.length
         return admitted
 
     def _admitted(self, sequence: Sequence) -> bool:
@@ -211,7 +257,7 @@ class Runner:
             try:
                 lease = self.pool.admit(need, sequence.budget, sequence.params, sequence.seed, sequence.end_ids, shared)
             except Exception as error:  # it would be the first to be tried again
-                sequence.lose(_line(error))
+                sequence.lose(first_line(error))
                 raise
             sequence.lease = lease
         return sequence.lease is not None
@@ -231,8 +277,10 @@ class Runner:
         if sequence.prefilled < len(sequence.prompt):
             with self.pool.transaction():
                 before, self._chunk = self._chunk, None
-                _, hidden = self.pool.prefill(lease, sequence.prompt[lease.length :], sequence.next_mark())
+                count, hidden = self.pool.prefill(lease, sequence.prompt[lease.length :], sequence.next_mark())
                 sequence.prefilled = lease.length
+                self.counts.chunks += 1
+                self.counts.prefilled += count
                 if wait:
                     self._chunk = hidden
                     jax.block_until_ready(before)
@@ -263,26 +311,45 @@ class Runner:
 
     def _book_flights(self, keep: int) -> None:
         """Book all that is in flight but the last `keep`."""
-        ended: list[Sequence] = []
         with self.pool.transaction():
             self._chunk = None
             while len(self._flights) > keep:
                 flight = self._flights.pop(0)
                 out = _read(flight.out, flight.sequences)
+                self.counts.rounds += flight.drafts is not None
                 for sequence in flight.sequences:
                     # It may have been cancelled since.
                     if not sequence.finished:
-                        _book(sequence, out, flight.drafts)
-                        ended += [sequence] if sequence.finished else []
-        for sequence in ended:
-            lease = sequence.lease
-            assert lease is not None  # it took part
-            if sequence.lost_to is None:
-                self._ask(lambda s=sequence, at=lease: self.prefixes.ended(s, at))
-            lease.end()
+                        self._book(sequence, out, flight.drafts)
+                        if sequence.finished:
+                            self._ended.append(sequence)
+
+    def _book(self, sequence: Sequence, out: RoundOutput, drafts: int | None) -> None:
+        """Hand the sequence its tokens. If its text fails, it is lost and nobody else."""
+        lease, counts = sequence.lease, self.counts
+        assert lease is not None  # who has none takes no part
+        slot = lease.slot
+        count = int(out.emitted[slot])
+        tokens = out.tokens[slot, :count].tolist()
+        before = len(sequence.tokens)
+        if drafts is None:
+            sequence.first_token()
+        try:
+            sequence.push(tokens, _logprobs(out, sequence, slot, tokens), bool(out.finished[slot]))
+        except Exception as error:
+            sequence.lose(first_line(error))
+        counts.tokens += len(sequence.tokens) - before
+        if drafts is not None:
+            # Drafts come first in a round; a stop string may have dropped some.
+            accepted = min(int(out.accepted[slot]), len(sequence.tokens) - before)
+            sequence.stats.rounds += 1
+            sequence.stats.drafted += drafts
+            sequence.stats.accepted += accepted
+            counts.drafted += drafts
+            counts.accepted += accepted
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The answer of the cache of prefixes. None, and a fault noted, where it fails and the state is whole; a fault that has cut a
+        """The answer of the cache of prefixes. None, and a fault noted, where it fails and the state is whole; what has cut a
         transaction goes on."""
         life = self.pool.life
         try:
@@ -290,7 +357,7 @@ class Runner:
         except Exception as error:
             if self.pool.life is not life:
                 raise
-            self.faults.append(_line(error))
+            self.faults.append(first_line(error))
             return None
 
 
@@ -299,31 +366,6 @@ def _end(sequence: Sequence, reason: str = "cancelled") -> None:
     if sequence.lease is not None:
         sequence.lease.end()
     sequence.cancel(reason)
-
-
-def _book(sequence: Sequence, out: RoundOutput, drafts: int | None) -> None:
-    """Hand the sequence its tokens. If its text fails, it is lost and nobody else."""
-    lease = sequence.lease
-    assert lease is not None  # who has none takes no part
-    slot = lease.slot
-    count = int(out.emitted[slot])
-    tokens = out.tokens[slot, :count].tolist()
-    before = len(sequence.tokens)
-    if drafts is None:
-        sequence.first_token()
-    try:
-        sequence.push(tokens, _logprobs(out, sequence, slot, tokens), bool(out.finished[slot]))
-    except Exception as error:
-        sequence.lose(_line(error))
-    if drafts is not None:
-        sequence.stats.rounds += 1
-        sequence.stats.drafted += drafts
-        # Drafts come first in a round; a stop string may have dropped some.
-        sequence.stats.accepted += min(int(out.accepted[slot]), len(sequence.tokens) - before)
-
-
-def _line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[0].splitlines()[0]
 
 
 def _read(out: RoundOutput, sequences: list[Sequence]) -> RoundOutput:

@@ -7,7 +7,6 @@ slots are one object, `_Life`, and the next use begins another. What lived in th
 
 from __future__ import annotations
 
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -22,7 +21,7 @@ from flax import nnx
 from ninfer_jax.config import PAGE
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.engine.chunks import next_chunk
-from ninfer_jax.engine.results import AnswerLost
+from ninfer_jax.engine.results import AnswerLost, first_line
 from ninfer_jax.programs import PrefillInputs, Programs, RoundOutput, Snapshot, admission
 from ninfer_jax.state import PageAllocator, State, StateShape
 
@@ -213,7 +212,7 @@ class SlotPool:
             self._take_back(life)
             yield
         except BaseException as error:
-            life.cause = traceback.format_exception_only(error)[0].splitlines()[0]
+            life.cause = first_line(error)
             raise
         life.changing = False
 
