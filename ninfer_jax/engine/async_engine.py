@@ -267,7 +267,10 @@ class AsyncEngine:
                 self._calls.clear()
                 self._under_way += arrived
             for ticket in arrived:
-                self._runner.submit(ticket.sequence)
+                try:
+                    self._runner.submit(ticket.sequence)
+                except Exception as error:
+                    ticket.sequence.lose(first_line(error))
             for function, future in calls:
                 _answer(lambda f=function: f(self._engine), future)
             over = closing is not None and time.monotonic() >= closing

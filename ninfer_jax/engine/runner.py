@@ -170,6 +170,7 @@ class Runner:
             if sequence.lost_to is None and not lease.lost and not lease.ended:
                 self._ask(lambda s=sequence, at=lease: self.prefixes.ended(s, at))
             lease.end()
+        self._flights = [f for f in self._flights if not all(s.finished for s in f.sequences)]
 
     def prefill(self, progress: PrefillProgress | None = None) -> bool:
         """Admit what fits and prefill it to the first token, without rounds; whether there was anything to do."""
