@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ninfer_jax.checkpoints.qwen_tokenizer import build
-from ninfer_jax.text import Tokenizer
+from ninfer_jax.text import Tokenizer, grammar
 from ninfer_jax.text.grammar import Grammars
 
 ROWS, DRAFTS = 248_320, 15
@@ -28,7 +28,7 @@ def main() -> None:
     print(f"Grammars: {time.perf_counter() - start:.2f} s")
     ids = tokenizer.encode(TEXT)
     for drafts in (0, DRAFTS):
-        matcher, rows, times = grammars.json_schema(SCHEMA), np.zeros((drafts + 1, grammars.words), np.uint32), []
+        matcher, rows, times = grammars.matcher(grammar.json_schema(SCHEMA)), np.zeros((drafts + 1, grammars.words), np.uint32), []
         for at in range(len(ids) - drafts):
             start = time.perf_counter()
             filled = matcher.mask(ids[at : at + drafts], rows)

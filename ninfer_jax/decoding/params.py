@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ninfer_jax.decoding.grammar import Grammar
 from ninfer_jax.files import lone_surrogate, shown
 
 MAX_BIASES = 1024
@@ -28,6 +29,7 @@ class SamplingParams:
     seed: same seed, same tokens, whatever the other slots do and whether or not drafts are used; None draws one.
     stop: strings that end the completion and are not part of it. stop_ids: token ids that end it, beside the model's.
     ignore_eos: go on past the model's own end tokens.
+    grammar: what the answer, behind its reasoning, must follow; see `ninfer_jax.text.grammar`. Not with ignore_eos.
     """
 
     max_new_tokens: int | None = None
@@ -44,6 +46,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -74,6 +77,10 @@ class SamplingParams:
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos is {shown(self.ignore_eos)}, it must be True or False")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar is {shown(self.grammar)}, it must be made by ninfer_jax.text.grammar")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("ignore_eos: an answer with a grammar ends where the grammar does")
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias is {shown(self.logit_bias)}, it must map token ids to numbers")
         if len(self.logit_bias) > MAX_BIASES:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ninfer_jax.decoding.masks import Masks, constrained, masked
 from ninfer_jax.decoding.params import MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from pallas_kernels.draw import draw_sorted, log_total
 from pallas_kernels.elementary import opaque_zero, rounded
@@ -79,15 +80,18 @@ def sampling_struct(slots: int, vocab: int) -> SamplingState:
     )
 
 
-def choose(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: int) -> Choice:
+def choose(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: int, masks: Masks | None = None) -> Choice:
     """Draw a token for every row.
 
     logits float32 `[S, rows, V]`; drafts int32 `[S, rows - 1]`: row r is drawn as if drafts[:r] had been generated.
-    Ids from `valid` on are padding rows of the matrix and never drawn.
+    Ids from `valid` on are padding rows of the matrix and never drawn. masks: of `rows` rows, for slots with a grammar; what they
+    forbid is not drawn, and log-probabilities know nothing of them.
     """
     slots, rows, vocab = logits.shape
     logits = jnp.where(jnp.arange(vocab) < valid, logits, -jnp.inf)
     adjusted = _adjust(logits, state, drafts)
+    if masks is not None:
+        adjusted = masked(adjusted, masks.words, constrained(masks, state.emitted))
     token = most_likely(adjusted)
     sampling = state.temperature > 0
     index = state.emitted[:, None] + jnp.arange(rows)
@@ -113,8 +117,14 @@ def needs_all_logits(params: SamplingParams) -> bool:
     return bool(adjusted or wide or params.logprobs is not None)
 
 
-def choose_what_is_asked(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: int) -> Choice:
-    """`choose`, but without log-probabilities (zeros), penalties and biases where no slot asks for any of these."""
+def all_logits_needed(state: SamplingState, masks: Masks) -> jax.Array:
+    """Whether some slot's draw depends on more than its most likely candidates: by its settings, or because a grammar may
+    forbid them. A bool scalar."""
+    return jnp.any(state.all_logits | constrained(masks, state.emitted))
+
+
+def choose_what_is_asked(logits: jax.Array, state: SamplingState, drafts: jax.Array, valid: int, masks: Masks) -> Choice:
+    """`choose`, but without log-probabilities (zeros), penalties, biases and masks where no slot asks for any of these."""
     slots, rows, vocab = logits.shape
 
     def candidates(k: int) -> tuple[jax.Array, jax.Array]:
@@ -126,8 +136,8 @@ def choose_what_is_asked(logits: jax.Array, state: SamplingState, drafts: jax.Ar
         return values, ids.astype(jnp.int32)
 
     return jax.lax.cond(
-        jnp.any(state.all_logits),
-        lambda: choose(logits, state, drafts, valid),
+        all_logits_needed(state, masks),
+        lambda: choose(logits, state, drafts, valid, masks),
         lambda: choose_among(candidates, state, rows, min(MAX_TOP_LOGPROBS, vocab)),
     )
 

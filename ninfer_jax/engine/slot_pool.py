@@ -264,6 +264,15 @@ class SlotPool:
         lease.length += count
         return count, hidden
 
+    def drafts(self) -> np.ndarray:
+        """What the next round is to verify, int32 `[slots, K]`; waits for the last one."""
+        return np.array(self._state().slots.drafts)
+
+    def constrain(self, lease: Lease, words: np.ndarray, drafts: np.ndarray) -> None:
+        """Masks uint32 `[R, words]` for the slot's next draw alone, and the drafts int32 `[K]` to verify in it."""
+        given: Any = (words, drafts)
+        self.run(lambda _, state: (self.programs.constrain(state, _number(lease.slot), *given), None))
+
     def begin(self, lease: Lease) -> RoundOutput:
         """Draw the first token of a prompt that is appended; its slot takes part in rounds from now on."""
         return self.run(lambda parameters, state: self.programs.begin(parameters, state, _number(lease.slot)))

@@ -17,7 +17,7 @@ from ninfer_jax.model import TextModel
 from ninfer_jax.programs.decode import RoundOutput, begin, decode_round
 from ninfer_jax.programs.pending import settle
 from ninfer_jax.programs.prefill import PrefillInputs, prefill_chunk
-from ninfer_jax.programs.slots import admission, admit, release
+from ninfer_jax.programs.slots import admission, admit, constrain, release
 from ninfer_jax.programs.snapshots import Snapshot, copy_page, page_bytes, read_page, restore, snapshot, snapshot_struct, write_page
 from ninfer_jax.programs.step import step
 from ninfer_jax.state import State, StateShape, allocate_state, state_struct
@@ -107,6 +107,11 @@ def _admission(given: Given) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
 
 
+def _masks(given: Given) -> tuple[Any, ...]:
+    slots, masks = given.state.slots, given.state.masks
+    return jax.ShapeDtypeStruct(masks.words.shape[1:], masks.words.dtype), jax.ShapeDtypeStruct(slots.drafts.shape[1:], jnp.int32)
+
+
 def _any(*values: Any) -> tuple[Any, ...]:
     return values
 
@@ -116,6 +121,7 @@ CATALOGUE: tuple[Program, ...] = (
     Program("allocate", lambda g: partial(allocate_state, g.config, g.shape), lambda g: (), _state, serving=False),
     Program("admit", lambda g: admit, lambda g: (g.state, _admission(g)), _state, donated=(0,)),
     Program("release", lambda g: release, lambda g: (g.state, _integer), _state, donated=(0,)),
+    Program("constrain", lambda g: constrain, lambda g: (g.state, _integer, *_masks(g)), _state, donated=(0,)),
     Program("prefill", _prefill, lambda g: _prefill_arguments(g, g.chunk), lambda g: (g.state, 0), donated=(1,)),
     # For a prompt of few tokens, and what is left of a long one.
     Program(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ninfer_jax.decoding import Choice, SamplingState, choose, choose_among, choose_what_is_asked, judge
+from ninfer_jax.decoding import Choice, Masks, SamplingState, all_logits_needed, choose, choose_among, choose_what_is_asked, judge
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs.draft import propose
 from ninfer_jax.programs.pending import accept
@@ -36,7 +36,7 @@ def decode_round(model: TextModel, state: State, kv: str, valid_ids: int) -> tup
     slots = state.slots
     rows = jnp.concatenate([slots.token[:, None], slots.drafts], axis=1)
     hidden, state = verify_rows(model, state, rows, kv)
-    choice = choose_rows(model, hidden, state.sampling, slots.drafts, valid_ids)
+    choice = choose_rows(model, hidden, state.sampling, slots.drafts, valid_ids, state.masks)
     verdict = judge(choice.token, slots.drafts, state.sampling.stop_ids, slots.left, slots.active)
     state = accept(state, slots.active, verdict.emitted)
     before = slots.length
@@ -51,7 +51,8 @@ def begin(model: TextModel, state: State, slot: jax.Array, kv: str, valid_ids: i
     slots = state.slots
     count = slots.length.shape[0]
     mine = jnp.arange(count) == slot
-    choice = choose_rows(model, slots.hidden[:, None], state.sampling, jnp.zeros((count, 0), jnp.int32), valid_ids)
+    first = state.masks._replace(words=state.masks.words[:, :1])
+    choice = choose_rows(model, slots.hidden[:, None], state.sampling, jnp.zeros((count, 0), jnp.int32), valid_ids, first)
     verdict = judge(choice.token, jnp.zeros((count, 0), jnp.int32), state.sampling.stop_ids, slots.left, mine)
     # The prompt's last token is consumed already: one token comes out, none is folded in.
     started = slots._replace(active=slots.active | mine, length=slots.length - verdict.emitted, linked=slots.linked & ~mine)
@@ -61,19 +62,23 @@ def begin(model: TextModel, state: State, slot: jax.Array, kv: str, valid_ids: i
     return state, _output(choice, verdict.emitted, verdict.accepted, verdict.finished)
 
 
-def choose_rows(model: TextModel, hidden: jax.Array, sampling: SamplingState, drafts: jax.Array, valid_ids: int) -> Choice:
+def choose_rows(
+    model: TextModel, hidden: jax.Array, sampling: SamplingState, drafts: jax.Array, valid_ids: int, masks: Masks
+) -> Choice:
     """Draw a token for every row of final-normed hidden `[S, R, hidden]`. All logits are computed only when some slot's
-    settings need them, where the head can do with less."""
+    settings or masks need them, where the head can do with less."""
     slots, rows, size = hidden.shape
     flat = hidden.reshape(slots * rows, size)
 
     def from_all() -> Choice:
-        return choose(model.logits(flat).reshape(slots, rows, -1), sampling, drafts, valid_ids)
+        return choose(model.logits(flat).reshape(slots, rows, -1), sampling, drafts, valid_ids, masks)
 
     if not model.has_candidates(slots * rows):
-        return choose_what_is_asked(model.logits(flat).reshape(slots, rows, -1), sampling, drafts, valid_ids)
+        return choose_what_is_asked(model.logits(flat).reshape(slots, rows, -1), sampling, drafts, valid_ids, masks)
     return jax.lax.cond(
-        jnp.any(sampling.all_logits), from_all, lambda: choose_among(lambda k: model.candidates(flat, k, valid_ids), sampling, rows)
+        all_logits_needed(sampling, masks),
+        from_all,
+        lambda: choose_among(lambda k: model.candidates(flat, k, valid_ids), sampling, rows),
     )
 
 

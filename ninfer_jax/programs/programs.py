@@ -135,6 +135,9 @@ class Programs:
     def release(self, state: State, slot: jax.Array) -> State:
         return self.compiled("release")(state, slot)
 
+    def constrain(self, state: State, slot: jax.Array, words: jax.Array, drafts: jax.Array) -> State:
+        return self.compiled("constrain")(state, slot, words, drafts)
+
     def settle(self, state: State) -> State:
         """`state` with all that was accepted in its recurrent states."""
         return self.compiled("settle")(state)

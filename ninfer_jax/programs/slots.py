@@ -1,4 +1,5 @@
-"""`admit` and `release`: how a slot changes hands. Jitted like the rest, so that the host never touches an array."""
+"""`admit` and `release`: how a slot changes hands; `constrain`: what its next draw may be. Jitted like the rest, so that the host
+never touches an array."""
 
 from __future__ import annotations
 
@@ -105,6 +106,16 @@ def admit(state: State, new: Admission) -> State:
             in_prompt=put(sampling.in_prompt, False),
         ),
         pending=pending,
+        masks=state.masks._replace(at=put(state.masks.at, 0)),
+    )
+
+
+def constrain(state: State, slot: jax.Array, words: jax.Array, drafts: jax.Array) -> State:
+    """`slot` with masks uint32 `[R, words]` for its next draw alone (`Masks`), and with drafts int32 `[K]` to verify in it."""
+    slots, masks = state.slots, state.masks
+    return state._replace(
+        slots=slots._replace(drafts=slots.drafts.at[slot].set(drafts)),
+        masks=masks._replace(words=masks.words.at[slot].set(words), at=masks.at.at[slot].set(state.sampling.emitted[slot] + 1)),
     )
 
 

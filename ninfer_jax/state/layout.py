@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ninfer_jax.config import MAX_CONTEXT, PAGE, EngineConfig, ModelConfig
+from ninfer_jax.decoding.masks import Masks, masks_struct
 from ninfer_jax.decoding.sampling import SamplingState, sampling_struct
 from pallas_kernels.delta_rule import Layout, ring_rows
 from pallas_kernels.kv_pages import KVPages, pages_struct
@@ -58,7 +59,7 @@ class State(NamedTuple):
     """kv: page pools, one an attention layer. mtp_kv: the MTP layer's, or None. recurrent float32 `[S, value_heads,
     key_dim, value_dim]` and conv `[S, ring, channels]` (raw convolution inputs), one each a GDN layer; the states lack the
     rows that `pending` counts. Where none wait and start is 0, the first width - 1 rows of conv are the window of the
-    convolution, oldest first.
+    convolution, oldest first. masks: of slots with a grammar, for their next draw.
     """
 
     kv: tuple[KVPages, ...]
@@ -68,6 +69,7 @@ class State(NamedTuple):
     slots: Slots
     sampling: SamplingState
     pending: Pending
+    masks: Masks
 
 
 class StateShape(NamedTuple):
@@ -131,6 +133,7 @@ def state_struct(model: ModelConfig, shape: StateShape) -> State:
         slots=slots,
         sampling=sampling_struct(s, model.vocab_size),
         pending=Pending(number, number, tuple(record for _ in model.gdn_layers)),
+        masks=masks_struct(s, shape.draft + 1, model.vocab_size),
     )
 
 

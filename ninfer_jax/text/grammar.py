@@ -1,24 +1,40 @@
 """Grammars that an answer must follow (JSON, JSON schema, regex, Lark, calls of given tools), as masks over token ids.
 
-The work is llguidance's; here its matchers get this package's tokenizer, its errors become one line each, and its limits hold for
-every request: a grammar too large is refused, and one that grows too large on the way ends its own answer and nothing else.
+`json_schema` and its like make a `Grammar`, plain data for `SamplingParams.grammar`; `Grammars` compiles it into a `Matcher`, the
+place that one answer has reached in it. The work is llguidance's; here its matchers get this package's tokenizer, its errors become
+one line each, and its limits hold for every request: a grammar too large is refused, and one that grows too large on the way ends
+its own answer and nothing else.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llguidance
 import numpy as np
 
-from ninfer_jax.files import printable
+from ninfer_jax.decoding import Grammar
+from ninfer_jax.files import printable, shown
 from ninfer_jax.text.messages import plain
 from ninfer_jax.text.tokenizer import Tokenizer
 from ninfer_jax.text.tools.choice import ToolPlan
-from ninfer_jax.text.tools.values import Unfit, dumped, resolve
+from ninfer_jax.text.tools.grammar import GrammarError, call_grammar
+from ninfer_jax.text.tools.values import dumped
+
+__all__ = [
+    "Grammar",
+    "GrammarError",
+    "Grammars",
+    "Matcher",
+    "calls",
+    "json_object",
+    "json_schema",
+    "lark",
+    "regex",
+    "response_format",
+]
 
 MAX_BYTES = 1 << 20  # of a grammar's text
 _LIMITS = {
@@ -33,8 +49,61 @@ _LIMITS = {
 _REASON = 300  # characters of a library's message that are passed on
 
 
-class GrammarError(ValueError):
-    """A grammar that is refused; one line that names the field and the reason."""
+def json_object(field: str = "response_format") -> Grammar:
+    """Any JSON object."""
+    return Grammar("json_schema", '{"type":"object"}', field)
+
+
+def json_schema(schema: object, field: str = "response_format.json_schema.schema") -> Grammar:
+    """JSON that a schema admits. GrammarError for one that is no JSON object or too large."""
+    if not isinstance(schema, Mapping | bool):
+        raise GrammarError(f"{field}: must be an object")
+    try:
+        schema = plain(schema, field)
+    except ValueError as error:
+        raise GrammarError(str(error)) from None
+    return Grammar("json_schema", _small(dumped(schema), field), field)
+
+
+def regex(pattern: str, field: str = "regex") -> Grammar:
+    """Text that a regular expression matches from end to end (Rust's syntax, no look-around)."""
+    return Grammar("regex", _small(pattern, field), field)
+
+
+def lark(grammar: str, field: str = "grammar") -> Grammar:
+    """Text that a Lark grammar (llguidance's dialect) derives from `start`."""
+    return Grammar("lark", _small(grammar, field), field)
+
+
+def calls(plan: ToolPlan, field: str = "tools") -> Grammar:
+    """Calls of a plan's tools, at least one, at most `max_calls`, whose values their schemas admit; nothing else.
+
+    For the text behind the reasoning, `plan.prefix` included. Parameters come in the order of the schema, required ones always.
+    """
+    return Grammar("lark", _small(call_grammar(plan), field), field)
+
+
+def response_format(value: object, field: str = "response_format") -> Grammar | None:
+    """The grammar of a `response_format` as OpenAI's chat API has it: `{"type": "text"}` is none, `{"type": "json_object"}`,
+    `{"type": "json_schema", "json_schema": {"schema": …}}`; beside these `{"type": "regex", "pattern": …}` and
+    `{"type": "lark", "grammar": …}`. GrammarError for anything else."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(kind, str):
+        raise GrammarError(f"{field}: must be an object with a type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return json_object(field)
+    if kind == "json_schema":
+        inner = value.get("json_schema")
+        if not isinstance(inner, Mapping) or "schema" not in inner:
+            raise GrammarError(f"{field}.json_schema: must be an object with a schema")
+        return json_schema(inner["schema"], f"{field}.json_schema.schema")
+    if kind == "regex":
+        return regex(value.get("pattern"), f"{field}.pattern")  # type: ignore[arg-type]
+    if kind == "lark":
+        return lark(value.get("grammar"), f"{field}.grammar")  # type: ignore[arg-type]
+    raise GrammarError(f"{field}.type: {shown(kind)} is unknown, allowed are text, json_object, json_schema, regex, lark")
 
 
 class Grammars:
@@ -51,44 +120,11 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._tokenizer = llguidance.LLTokenizer(_wrapped(tokenizer, end_ids), n_vocab=rows, eos_token=list(end_ids))
 
-    def json_object(self) -> Matcher:
-        """Any JSON object."""
-        return self._matcher(llguidance.LLMatcher.grammar_from_json_schema({"type": "object"}), "response_format")
-
-    def json_schema(self, schema: object, field: str = "response_format.json_schema.schema") -> Matcher:
-        """JSON that a schema admits. GrammarError for a schema that is none, is too large, or says what no grammar can."""
-        if not isinstance(schema, Mapping | bool):
-            raise GrammarError(f"{field}: must be an object")
-        try:
-            schema = plain(schema, field)
-        except ValueError as error:
-            raise GrammarError(str(error)) from None
-        _small(dumped(schema), field)
-        return self._matcher(json.dumps({"grammars": [{"json_schema": schema}]}), field)
-
-    def regex(self, pattern: str, field: str = "regex") -> Matcher:
-        """Text that a regular expression matches from end to end (Rust's syntax, no look-around)."""
-        _small(pattern, field)
-        return self._matcher(llguidance.LLMatcher.grammar_from_regex(pattern), field)
-
-    def lark(self, grammar: str, field: str = "grammar") -> Matcher:
-        """Text that a Lark grammar (llguidance's dialect) derives from `start`."""
-        _small(grammar, field)
-        return self._matcher(llguidance.LLMatcher.grammar_from_lark(grammar), field)
-
-    def calls(self, plan: ToolPlan) -> Matcher:
-        """Calls of a plan's tools, at least one, at most `max_calls`, whose values their schemas admit; nothing else.
-
-        For the text behind the reasoning, `plan.prefix` included. Parameters come in the order of the schema, required ones always.
-        """
-        grammar = call_grammar(plan)
-        _small(grammar, "tools")
-        return self._matcher(llguidance.LLMatcher.grammar_from_lark(grammar), "tools")
-
-    def _matcher(self, grammar: str, field: str) -> Matcher:
-        inner = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A new answer's place in a grammar. GrammarError for one that is wrong, too large, or says what no grammar can."""
+        inner = llguidance.LLMatcher(self._tokenizer, _inner(grammar), log_level=0, limits=self._limits)
         if inner.is_error():
-            raise GrammarError(f"{field}: {_one_line(inner.get_error())}")
+            raise GrammarError(f"{grammar.field}: {_one_line(inner.get_error())}")
         return Matcher(inner, self.words, self._tokenizer.vocab_size, self._end_ids)
 
 
@@ -175,53 +211,20 @@ class Matcher:
         return filled
 
 
-def call_grammar(plan: ToolPlan) -> str:
-    """The Lark grammar of a plan's calls; strings are free text up to their closing tag, other values JSON of their schema."""
-    names = [json.dumps(f"<function={name}>\n", ensure_ascii=False) for name in plan.callable]
-    lines = ["start: call" if plan.max_calls == 1 else 'start: call ("\\n" call)*']
-    lines.append("call: TAG (" + " | ".join(f"{name} body{i}" for i, name in enumerate(names)) + ") END")
-    lines += ["TAG: /<tool_call>\\n/", "END: /<\\/function>\\n<\\/tool_call>/"]
-    return "\n".join([*lines, *(line for i, schema in enumerate(plan.callable.values()) for line in _body(i, schema))])
+def _inner(grammar: Grammar) -> str:
+    """As llguidance takes it."""
+    if grammar.kind == "json_schema":
+        return json.dumps({"grammars": [{"json_schema": json.loads(grammar.source)}]})
+    make = {"regex": llguidance.LLMatcher.grammar_from_regex, "lark": llguidance.LLMatcher.grammar_from_lark}[grammar.kind]
+    return make(grammar.source)
 
 
-def _body(index: int, schema: object) -> list[str]:
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    required = schema.get("required") if isinstance(schema, Mapping) else None
-    parts, lines = [], []
-    for at, (name, value) in enumerate((properties or {}).items()):
-        if re.search(r"[<>\n]", name):
-            raise GrammarError(f"tools: the parameter {name!r} cannot be written in this model's format")
-        rule = f"value{index}_{at}"
-        parts.append(f"{rule}{'' if isinstance(required, list) and name in required else '?'}")
-        head = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
-        if _is_string(value, schema):
-            lines.append(f"{rule}: {head} text{index}_{at}")
-            lines.append(f'text{index}_{at}[suffix="\\n</parameter>\\n"]: /(?s:.*)/')
-        else:
-            defs = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, Mapping) and key in schema}
-            inner = {**defs, **value} if isinstance(value, Mapping) else value
-            lines.append(f'{rule}: {head} json{index}_{at} "\\n</parameter>\\n"')
-            lines.append(f"json{index}_{at}: %json {dumped(inner)}")
-    inside = " ".join(parts) or '""'
-    return [f"body{index}: {inside}", *lines]
-
-
-def _is_string(schema: object, root: object) -> bool:
-    """Whether a parameter takes text and nothing else, so that it is written without quotes."""
-    for _ in range(20):
-        if isinstance(schema, Mapping) and "$ref" in schema:
-            try:
-                schema = resolve(schema["$ref"], root)
-            except Unfit as error:
-                raise GrammarError(f"tools: {error}") from None
-    return isinstance(schema, Mapping) and schema.get("type") == "string" and not {"enum", "const", "pattern"} & schema.keys()
-
-
-def _small(text: object, field: str) -> None:
+def _small(text: object, field: str) -> str:
     if not isinstance(text, str):
         raise GrammarError(f"{field}: must be a string")
     if len(text) > MAX_BYTES:
         raise GrammarError(f"{field}: has {len(text)} characters, at most {MAX_BYTES} are read")
+    return text
 
 
 def _one_line(message: str) -> str:

@@ -85,7 +85,7 @@ def test_loaded_programs_answer_without_compiling(compiled: Path, answered: dict
 def test_the_report_says_what_the_compiler_said(compiled: Path) -> None:
     report = json.loads((compiled / "report.json").read_text())["cpu"]
     moving = {"snapshot", "restore", "read_page", "write_page", "copy_page"}
-    assert set(report["programs"]) == {"allocate", "admit", "release", "prefill", "begin", "decode_round"} | moving
+    assert set(report["programs"]) == {"allocate", "admit", "release", "constrain", "prefill", "begin", "decode_round"} | moving
     for program in report["programs"].values():
         assert program["bytes"] > 0 and program["compile_s"] > 0 and program["argument_bytes"] >= program["aliased_bytes"] >= 0
 

@@ -8,7 +8,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from ninfer_jax.text import Tokenizer
+from ninfer_jax.text import Tokenizer, grammar
 from ninfer_jax.text.grammar import GrammarError, Grammars, Matcher
 from ninfer_jax.text.tools import AnswerParser, CallArguments, tool_plan
 
@@ -56,10 +56,14 @@ def allowed(row: np.ndarray) -> set[int]:
 
 
 def test_each_kind_admits_what_it_says(grammars: Grammars, tokenizer: Tokenizer):
-    assert admits(grammars.json_object(), tokenizer, '{"a": [1, "x"]}') and not admits(grammars.json_object(), tokenizer, "[1]")
-    assert admits(grammars.regex("[ab]+"), tokenizer, "abab") and not admits(grammars.regex("[ab]+"), tokenizer, "abc")
-    assert admits(grammars.lark('start: "x" | "y"'), tokenizer, "y") and not admits(
-        grammars.lark('start: "x" | "y"'), tokenizer, "xy"
+    assert admits(grammars.matcher(grammar.json_object()), tokenizer, '{"a": [1, "x"]}') and not admits(
+        grammars.matcher(grammar.json_object()), tokenizer, "[1]"
+    )
+    assert admits(grammars.matcher(grammar.regex("[ab]+")), tokenizer, "abab") and not admits(
+        grammars.matcher(grammar.regex("[ab]+")), tokenizer, "abc"
+    )
+    assert admits(grammars.matcher(grammar.lark('start: "x" | "y"')), tokenizer, "y") and not admits(
+        grammars.matcher(grammar.lark('start: "x" | "y"')), tokenizer, "xy"
     )
     for value in (
         {"name": "Ada", "age": 5},
@@ -69,19 +73,23 @@ def test_each_kind_admits_what_it_says(grammars: Grammars, tokenizer: Tokenizer)
         {"name": "x", "age": 9, "z": 1},
     ):
         fits = jsonschema.Draft202012Validator(SCHEMA).is_valid(value)
-        assert admits(grammars.json_schema(SCHEMA), tokenizer, json.dumps(value, ensure_ascii=False)) is fits
+        assert admits(grammars.matcher(grammar.json_schema(SCHEMA)), tokenizer, json.dumps(value, ensure_ascii=False)) is fits
 
 
 def test_calls_follow_the_tools_and_are_read_back(grammars: Grammars, tokenizer: Tokenizer):
     plan = tool_plan(TOOLS, "required")
-    assert admits(grammars.calls(plan), tokenizer, F + "\n" + NOW) and not admits(grammars.calls(plan), tokenizer, F + "x")
-    assert not admits(grammars.calls(plan), tokenizer, F.replace("5", "five")) and not admits(
-        grammars.calls(plan), tokenizer, F.replace("=f", "=g")
+    assert admits(grammars.matcher(grammar.calls(plan)), tokenizer, F + "\n" + NOW) and not admits(
+        grammars.matcher(grammar.calls(plan)), tokenizer, F + "x"
     )
-    assert not admits(grammars.calls(tool_plan(TOOLS, "required", False)), tokenizer, F + "\n" + NOW)
+    assert not admits(grammars.matcher(grammar.calls(plan)), tokenizer, F.replace("5", "five")) and not admits(
+        grammars.matcher(grammar.calls(plan)), tokenizer, F.replace("=f", "=g")
+    )
+    assert not admits(grammars.matcher(grammar.calls(tool_plan(TOOLS, "required", False))), tokenizer, F + "\n" + NOW)
     named = tool_plan(TOOLS, {"type": "tool", "name": "now"})
-    assert admits(grammars.calls(named), tokenizer, NOW) and not admits(grammars.calls(named), tokenizer, F)
-    assert tokenizer.decode(grammars.calls(named).forced(99)).startswith("<tool_call>\n<function")
+    assert admits(grammars.matcher(grammar.calls(named)), tokenizer, NOW) and not admits(
+        grammars.matcher(grammar.calls(named)), tokenizer, F
+    )
+    assert tokenizer.decode(grammars.matcher(grammar.calls(named)).forced(99)).startswith("<tool_call>\n<function")
     parser = AnswerParser(False, plan.callable)
     events = parser.push(F) + parser.finish()
     assert json.loads("".join(event.delta for event in events if isinstance(event, CallArguments))) == {
@@ -94,7 +102,7 @@ def test_any_walk_through_the_masks_validates(grammars: Grammars, tokenizer: Tok
     rng, row = random.Random(3), np.zeros((1, grammars.words), np.uint32)
     plain = [i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1] + tokenizer.encode('"],"}:')
     for _ in range(8):
-        matcher, ids = grammars.json_schema(SCHEMA), []
+        matcher, ids = grammars.matcher(grammar.json_schema(SCHEMA)), []
         while not ids or ids[-1] != END:
             assert matcher.mask([], row) == 1
             choices = allowed(row[0])
@@ -108,11 +116,11 @@ def test_any_walk_through_the_masks_validates(grammars: Grammars, tokenizer: Tok
 
 def test_rows_of_drafts_are_those_of_single_steps(grammars: Grammars, tokenizer: Tokenizer):
     ids = tokenizer.encode('{"name": "Ada Lovelace", "age": 36}')
-    many, one = grammars.json_schema(SCHEMA), grammars.json_schema(SCHEMA)
+    many, one = grammars.matcher(grammar.json_schema(SCHEMA)), grammars.matcher(grammar.json_schema(SCHEMA))
     rows, row = np.zeros((8, grammars.words), np.uint32), np.zeros((1, grammars.words), np.uint32)
     for at in range(len(ids) - 7):
         assert many.mask(ids[at : at + 7], rows) == 8
-        again = grammars.json_schema(SCHEMA)
+        again = grammars.matcher(grammar.json_schema(SCHEMA))
         assert again.accept(ids[:at]) == at
         for step in range(8):
             again.mask([], row)
@@ -124,7 +132,7 @@ def test_rows_of_drafts_are_those_of_single_steps(grammars: Grammars, tokenizer:
 
 
 def test_behind_an_illegal_draft_everything_is_allowed_and_nothing_counts(grammars: Grammars, tokenizer: Tokenizer):
-    matcher, rows = grammars.json_schema(SCHEMA), np.zeros((4, grammars.words), np.uint32)
+    matcher, rows = grammars.matcher(grammar.json_schema(SCHEMA)), np.zeros((4, grammars.words), np.uint32)
     good, bad = tokenizer.encode("{")[0], tokenizer.encode("no")[0]
     assert matcher.mask([good, bad, good], rows) == 2
     assert good in allowed(rows[0]) and bad not in allowed(rows[1]) and (rows[2:] == 0xFFFFFFFF).all()
@@ -132,7 +140,7 @@ def test_behind_an_illegal_draft_everything_is_allowed_and_nothing_counts(gramma
 
 
 def test_the_end_token_is_allowed_where_the_answer_may_end(grammars: Grammars, tokenizer: Tokenizer):
-    matcher, row = grammars.regex("ab?"), np.zeros((1, grammars.words), np.uint32)
+    matcher, row = grammars.matcher(grammar.regex("ab?")), np.zeros((1, grammars.words), np.uint32)
     matcher.mask([], row)
     assert END not in allowed(row[0]) and not matcher.satisfied
     matcher.accept(tokenizer.encode("a"))
@@ -148,18 +156,19 @@ def test_the_end_token_is_allowed_where_the_answer_may_end(grammars: Grammars, t
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda g: g.regex("("), "regex: "),
-        (lambda g: g.regex("a" * (2 << 20)), "regex: has 2097152 characters, at most 1048576 are read"),
-        (lambda g: g.regex(5), "regex: must be a string"),
-        (lambda g: g.lark("start: foo"), 'grammar: at 1(8): unknown name: "foo"'),
-        (lambda g: g.json_schema([]), "response_format.json_schema.schema: must be an object"),
-        (lambda g: g.json_schema({"type": "objekt"}), "response_format.json_schema.schema: Invalid type: objekt"),
-        (lambda g: g.json_schema({"not": {"const": 1}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
-        (lambda g: g.json_schema({"$ref": "#/nowhere"}), "response_format.json_schema.schema: "),
-        (lambda g: g.json_schema({"enum": [float("nan")]}), "response_format.json_schema.schema.enum[0]: nan"),
-        (lambda g: g.json_schema({"anyOf": [{"type": "integer", "minimum": 5, "maximum": 3}]}),
+        (lambda g: g.matcher(grammar.regex("(")), "regex: "),
+        (lambda g: g.matcher(grammar.regex("a" * (2 << 20))), "regex: has 2097152 characters, at most 1048576 are read"),
+        (lambda g: g.matcher(grammar.regex(5)), "regex: must be a string"),
+        (lambda g: g.matcher(grammar.lark("start: foo")), 'grammar: at 1(8): unknown name: "foo"'),
+        (lambda g: g.matcher(grammar.json_schema([])), "response_format.json_schema.schema: must be an object"),
+        (lambda g: g.matcher(grammar.json_schema({"type": "objekt"})), "response_format.json_schema.schema: Invalid type: objekt"),
+        (lambda g: g.matcher(grammar.json_schema({"not": {"const": 1}})),
+            'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
+        (lambda g: g.matcher(grammar.json_schema({"$ref": "#/nowhere"})), "response_format.json_schema.schema: "),
+        (lambda g: g.matcher(grammar.json_schema({"enum": [float("nan")]})), "response_format.json_schema.schema.enum[0]: nan"),
+        (lambda g: g.matcher(grammar.json_schema({"anyOf": [{"type": "integer", "minimum": 5, "maximum": 3}]})),
             "response_format.json_schema.schema: "),
-        (lambda g: g.calls(tool_plan([{"function": {"name": "f", "parameters": {"properties": {"a>": {}}}}}])),
+        (lambda g: g.matcher(grammar.calls(tool_plan([{"function": {"name": "f", "parameters": {"properties": {"a>": {}}}}}]))),
             "tools: the parameter 'a>'"),
     ],
 )  # fmt: skip
@@ -172,7 +181,7 @@ def test_a_refusal_is_one_line_that_names_the_field(grammars: Grammars, make, er
 @pytest.mark.parametrize("pattern", ["(a{1,1000}){1,1000}", "((a|b|ab)*c?){1,300}d", "(a*)*(a*)*(a*)*$", "(.*a){40}[^z]{1,9999}"])
 def test_a_grammar_that_explodes_ends_by_its_limits(grammars: Grammars, tokenizer: Tokenizer, pattern: str):
     try:
-        matcher = grammars.regex(pattern)
+        matcher = grammars.matcher(grammar.regex(pattern))
     except GrammarError:
         return
     row = np.zeros((1, grammars.words), np.uint32)
