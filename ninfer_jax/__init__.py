@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ninfer_jax.config import EngineConfig, ModelConfig
-    from ninfer_jax.decoding import SamplingParams
+    from ninfer_jax.decoding import Grammar, SamplingParams
     from ninfer_jax.engine import AnswerLost, AsyncEngine, Completion, Delta, Engine, EngineStopped, QueueFull, Stats, TokenLogprob
 
 __version__ = "0.1.0"
@@ -21,6 +21,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStopped",
+    "Grammar",
     "ModelConfig",
     "QueueFull",
     "SamplingParams",
@@ -28,7 +29,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-_HOMES = {"EngineConfig": "config", "ModelConfig": "config", "SamplingParams": "decoding"}
+_HOMES = {"EngineConfig": "config", "ModelConfig": "config", "SamplingParams": "decoding", "Grammar": "decoding"}
 
 
 def __getattr__(name: str) -> Any:

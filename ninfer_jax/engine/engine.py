@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import StoredPrograms
 from ninfer_jax.programs.setup import Setup, resolve
 from ninfer_jax.text import ChatTemplate, CheckpointText, GenerationDefaults, Tokenizer, open_text
+from ninfer_jax.text.grammar import Grammars
 from pallas_kernels.kv_codecs import bytes_per_vector
 
 LoadProgress = Callable[[str, int, int], None]
@@ -95,7 +97,7 @@ class Engine:
         allocator.reserve(lambda: setup_for("cuda"))  # before the next line starts JAX
         setup = setup_for("cpu" if jax.default_backend() == "cpu" else "cuda")
         if before is not None:
-            before(Requests(words, setup.shape.context, setup.shape.pool_tokens))
+            before(Requests(words, setup.shape.context, setup.shape.pool_tokens, model_config.vocab_size))
         ready, text = setup.programs(), setup.text_model()
         # Whatever can be refused is refused before the minutes that compiling takes: weights are read, and checked, first.
         weights.check(text)
@@ -136,16 +138,22 @@ class Engine:
         """The owner of slots, pages and state, for inspection."""
         return self._runner
 
-    @property
+    @cached_property
     def requests(self) -> Requests:
         """The way from prompts to sequences, and what is refused on it."""
         text = CheckpointText(self.tokenizer, self.template, self.defaults)
-        return Requests(text, self.context, self._runner.pool_tokens)
+        return Requests(text, self.context, self._runner.pool_tokens, self.model_config.vocab_size)
 
     @property
     def compilations(self) -> int:
         """Programs compiled in this process since the engine started to load."""
         return compilations() - self._started_at
+
+    @property
+    def grammars(self) -> Grammars:
+        """The compiler of grammars, for one that wants it ready before the first request with one. GrammarError without a
+        tokenizer."""
+        return self.requests.grammars
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -6,25 +6,36 @@ import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 
-from ninfer_jax.decoding import SamplingParams
+from ninfer_jax.decoding import Grammar, SamplingParams
 from ninfer_jax.decoding.params import MAX_STOP_IDS
 from ninfer_jax.engine.sequence import Sequence
-from ninfer_jax.text import CheckpointText, render_prompt
+from ninfer_jax.text import CheckpointText, render_prompt, starts_in_reasoning
+from ninfer_jax.text.grammar import GrammarError, Grammars
+from ninfer_jax.text.guide import Guide
 
 Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Requests:
-    """text: the model directory's. context: tokens of a slot; pool_tokens: of all pages together."""
+    """text: the model directory's. context: tokens of a slot; pool_tokens: of all pages together; rows: of the output head."""
 
     text: CheckpointText
     context: int
     pool_tokens: int
+    rows: int
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The compiler of grammars: made when it is first asked for, which takes seconds with 248,077 ids."""
+        if not self.text.tokenizer.has_text:
+            raise GrammarError("grammar: needs texts, and the engine was loaded without a tokenizer (tokenizer=None)")
+        return Grammars(self.text.tokenizer, self.rows, self.text.defaults.eos_ids)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The checkpoint's own sampling defaults, with `changes` on top."""
@@ -59,7 +70,7 @@ class Requests:
 
     def sequence(self, prompt: Prompt, params: SamplingParams | None, template_options: Mapping[str, Any]) -> Sequence:
         """The request; params: None takes the checkpoint's defaults. ValueError for a prompt, a setting or their sum that does
-        not fit model, context or pages."""
+        not fit model, context or pages; GrammarError for a grammar that cannot be followed."""
         params = self.default_params() if params is None else params
         tokenizer, ids = self.text.tokenizer, self.prompt_ids(prompt, template_options)
         if not ids:
@@ -79,7 +90,12 @@ class Requests:
         if len(ends) > MAX_STOP_IDS:
             raise ValueError(f"stop_ids: {len(ends)} end tokens together with the model's own, at most {MAX_STOP_IDS} are allowed")
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return Sequence(ids, params, budget, seed, ends, tokenizer)
+        guide = None if params.grammar is None else self._guide(params.grammar, ids)
+        return Sequence(ids, params, budget, seed, ends, tokenizer, guide)
+
+    def _guide(self, grammar: Grammar, ids: list[int]) -> Guide:
+        tokenizer = self.text.tokenizer
+        return Guide(self.grammars.matcher(grammar), tokenizer, starts_in_reasoning(ids, tokenizer))
 
 
 def _are_integers(tokens: Any) -> bool:

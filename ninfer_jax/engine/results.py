@@ -69,8 +69,9 @@ class Completion:
     """A finished answer.
 
     tokens: every generated id, an end token included. text: the answer; reasoning: what stood in `<think>`.
-    finish_reason: "stop" (an end token, or a stop string), "length" (max_new_tokens or the context is used up),
-    "cancelled" (taken out before its end), "deadline" (its time was up before that) or "lost" (see `AnswerLost`).
+    finish_reason: "stop" (an end token, or a stop string), "length" (max_new_tokens or the context is used up), "grammar" (its
+    grammar came to a limit; `error` is one line why), "cancelled" (taken out before its end), "deadline" (its time was up before
+    that) or "lost" (see `AnswerLost`).
     logprobs: one entry a token if they were asked for, else None.
     """
 
@@ -81,6 +82,7 @@ class Completion:
     prompt_tokens: int
     logprobs: list[TokenLogprob] | None
     stats: Stats
+    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from ninfer_jax.config import PAGE
+from ninfer_jax.engine.guides import Planned, plan
 from ninfer_jax.engine.prefixes import NoPrefixes, Prefixes
 from ninfer_jax.engine.results import TokenLogprob, first_line
 from ninfer_jax.engine.scheduler import Scheduler
@@ -195,16 +196,22 @@ class Runner:
         """Book what has been drawn: a decode round of all that have begun, or the first token of one; whether there was any.
 
         With `look_ahead` the next round is started before this one's tokens are read, so that the device does not wait for
-        the host. It goes to waste when all sequences turn out to have ended; who ends by budget is known beforehand.
+        the host. It goes to waste when all sequences turn out to have ended; who ends by budget is known beforehand. Not with a
+        grammar among them: its masks are made of the tokens before.
         """
         self._tidy()
+        guided = any(s.guide is not None for s in self._scheduler.decoding)
+        booked = guided and bool(self._flights)
+        if booked:
+            self._book_flights(keep=0)
+        masks = plan(self._scheduler.decoding, self.pool.drafts()) if guided else []
         with self.pool.transaction():
             flights = self._flights
-            flights += self._start_round()
-            if self.look_ahead and len(flights) == 1:
+            flights += self._start_round(masks)
+            if self.look_ahead and len(flights) == 1 and not guided:
                 flights += self._start_round()
         if not flights:
-            return False
+            return booked
         self._book_flights(keep=int(self.look_ahead and len(flights) > 1 and flights[-1].drafts is not None))
         return True
 
@@ -297,16 +304,26 @@ class Runner:
         # What the caller did after its chunk may have ended it, or let it begin.
         if lease is None or lease.length < len(sequence.prompt) or sequence.begun or sequence.finished:
             return False
+        shape = self.pool.programs.shape
+        masks = plan([sequence], np.zeros((shape.slots, shape.draft), np.int32))
+        if sequence.finished:
+            return False
         with self.pool.transaction():
+            self._constrain(masks)
             self._flights.append(_Flight(self.pool.begin(lease), [sequence], 1, None))
             sequence.begun = True
         return True
 
-    def _start_round(self) -> list[_Flight]:
-        """A round of all that have begun, started; none if they all may end with what is in flight."""
+    def _constrain(self, masks: list[Planned]) -> None:
+        for planned in masks:
+            self.pool.constrain(*planned)
+
+    def _start_round(self, masks: list[Planned] | None = None) -> list[_Flight]:
+        """A round of all that have begun, started; none if they all may end with what is in flight. masks: for its draws."""
         draft, decoding = self.pool.programs.shape.draft, self._scheduler.decoding
         for sequence in decoding:
             if len(sequence.tokens) + sum(f.most for f in self._flights if sequence in f.sequences) < sequence.budget:
+                self._constrain(masks or [])
                 return [_Flight(self.pool.round(), decoding, draft + 1, draft)]
         return []
 

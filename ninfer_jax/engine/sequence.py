@@ -13,11 +13,13 @@ from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.engine.results import AnswerLost, Completion, Delta, Stats, TokenLogprob
 from ninfer_jax.engine.slot_pool import Lease
 from ninfer_jax.text import IncrementalDecoder, ReasoningSplitter, StopMatcher, Tokenizer, starts_in_reasoning
+from ninfer_jax.text.guide import Guide
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Host side of a sequence. `budget`: tokens it may emit; `seed`: of its draws; `end_ids`: tokens that end it.
+    """Host side of a sequence. `budget`: tokens it may emit; `seed`: of its draws; `end_ids`: tokens that end it; `guide`: its way
+    through its grammar, None without one.
 
     lease: its slot, None while it waits. started: its prefill has. begun: its first token is drawn, or being drawn. reader: the
     generator that hands its pieces on, None if nobody does; once that has ended nobody waits for the sequence any more. deadline:
@@ -34,6 +36,7 @@ class Sequence:
     seed: int
     end_ids: tuple[int, ...]
     tokenizer: Tokenizer
+    guide: Guide | None = None
     stats: Stats = field(default_factory=Stats)
     lease: Lease | None = None
     prefilled: int = 0
@@ -42,6 +45,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     lost_to: str | None = None
+    error: str = ""
     reader: weakref.ref[Generator[Any, None, None]] | None = None
     deadline: float | None = None
     exact: bool = False
@@ -99,6 +103,8 @@ class Sequence:
                 self.exact = device_finished and at == len(tokens) - 1
                 self._finish("stop")
                 return
+        if self.guide is not None:
+            self.guide.accept(tokens, self._splitter.in_reasoning)
         if device_finished:
             self.exact = True
             self._finish("stop" if self.tokens[-1] in self.end_ids else "length")
@@ -107,6 +113,12 @@ class Sequence:
         """End now, with what there is."""
         if not self.finished:
             self._finish(reason)
+
+    def fail(self, error: str) -> None:
+        """End now, with what there is, because the grammar cannot go on."""
+        if not self.finished:
+            self.error = error
+            self._finish("grammar")
 
     def lose(self, cause: str) -> None:
         """End without an answer: what it was computed in is gone."""
@@ -133,6 +145,7 @@ class Sequence:
             prompt_tokens=len(self.prompt),
             logprobs=self._logprobs if self.params.logprobs is not None else None,
             stats=self.stats,
+            error=self.error,
         )
 
     def _finish(self, reason: str) -> None:

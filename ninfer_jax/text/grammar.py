@@ -131,11 +131,11 @@ class Grammars:
 class Matcher:
     """The place that one answer has reached in its grammar.
 
-    ended: nothing but an end token can follow, or a limit was hit (`error` says which).
+    ended: nothing but an end token can follow, or a limit was hit (`error` says which). words: of a mask row.
     """
 
     def __init__(self, inner: Any, words: int, ids: int, end_ids: frozenset[int]):
-        self._inner, self._words, self._end_ids = inner, words, end_ids
+        self._inner, self.words, self._end_ids = inner, words, end_ids
         self._own = -(-ids // 32)  # words of a row that the library fills
         self._past = 0  # end tokens taken behind the last thing that the grammar could say
 
@@ -181,6 +181,23 @@ class Matcher:
         """The tokens, at most so many, that must come next whatever is drawn: drafts that are right for certain."""
         return [] if self.ended or most < 1 else self._inner.compute_ff_tokens()[:most]
 
+    def guided(self, drafts: Sequence[int]) -> list[int]:
+        """The drafts, with tokens that must come in the places of what was guessed; behind one that is forbidden, as they are."""
+        found, taken = list(drafts), 0
+        try:
+            while taken < len(found) and not self.ended:
+                forced = self.forced(len(found) - taken)
+                found[taken : taken + len(forced)] = forced
+                step = forced or found[taken : taken + 1]
+                count = self._inner.try_consume_tokens(step)
+                taken += count
+                if count < len(step):
+                    break
+        finally:
+            if taken and not self._inner.is_error():
+                self._inner.rollback(taken)
+        return found
+
     def mask(self, drafts: Sequence[int], into: np.ndarray) -> int:
         """Fills uint32[1 + len(drafts), words]: row i has a bit for every token allowed behind i drafts. How many rows are so
         filled; the state is kept.
@@ -188,8 +205,8 @@ class Matcher:
         Rows behind a draft that the grammar forbids are all ones: that draft is never accepted, so nothing is drawn from them.
         Where nothing at all can follow (a limit was hit) a row is all ones as well, never all zeros, and `error` is set.
         """
-        if into.dtype != np.uint32 or into.shape != (1 + len(drafts), self._words) or not into.flags.c_contiguous:
-            raise ValueError(f"mask: must be uint32[{1 + len(drafts)}, {self._words}], contiguous")
+        if into.dtype != np.uint32 or into.shape != (1 + len(drafts), self.words) or not into.flags.c_contiguous:
+            raise ValueError(f"mask: must be uint32[{1 + len(drafts)}, {self.words}], contiguous")
         into[:] = 0xFFFFFFFF
         taken = filled = 0
         try:
