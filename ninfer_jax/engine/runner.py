@@ -201,8 +201,7 @@ class Runner:
         """
         self._tidy()
         guided = any(s.guide is not None for s in self._scheduler.decoding)
-        booked = guided and bool(self._flights)
-        if booked:
+        if guided and self._flights:
             self._book_flights(keep=0)
         masks = plan(self._scheduler.decoding, self.pool.drafts()) if guided else []
         with self.pool.transaction():
@@ -211,7 +210,7 @@ class Runner:
             if self.look_ahead and len(flights) == 1 and not guided:
                 flights += self._start_round()
         if not flights:
-            return booked
+            return guided
         self._book_flights(keep=int(self.look_ahead and len(flights) > 1 and flights[-1].drafts is not None))
         return True
 

@@ -8,7 +8,6 @@ its own answer and nothing else.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from ninfer_jax.files import printable, shown
 from ninfer_jax.text.messages import plain
 from ninfer_jax.text.tokenizer import Tokenizer
 from ninfer_jax.text.tools.choice import ToolPlan
-from ninfer_jax.text.tools.grammar import GrammarError, call_grammar
+from ninfer_jax.text.tools.grammar import JSON_STYLE, GrammarError, call_grammar
 from ninfer_jax.text.tools.values import dumped
 
 __all__ = [
@@ -55,14 +54,16 @@ def json_object(field: str = "response_format") -> Grammar:
 
 
 def json_schema(schema: object, field: str = "response_format.json_schema.schema") -> Grammar:
-    """JSON that a schema admits. GrammarError for one that is no JSON object or too large."""
+    """JSON that a schema admits. GrammarError for one that is no JSON object, is too large or admits nothing."""
     if not isinstance(schema, Mapping | bool):
         raise GrammarError(f"{field}: must be an object")
     try:
         schema = plain(schema, field)
     except ValueError as error:
         raise GrammarError(str(error)) from None
-    return Grammar("json_schema", _small(dumped(schema), field), field)
+    if schema is False:
+        raise GrammarError(f"{field}: false admits nothing")
+    return Grammar("json_schema", _small(dumped({} if schema is True else schema), field), field)
 
 
 def regex(pattern: str, field: str = "regex") -> Grammar:
@@ -122,7 +123,11 @@ class Grammars:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A new answer's place in a grammar. GrammarError for one that is wrong, too large, or says what no grammar can."""
-        inner = llguidance.LLMatcher(self._tokenizer, _inner(grammar), log_level=0, limits=self._limits)
+        try:
+            text = _inner(grammar)
+        except ValueError as error:
+            raise GrammarError(f"{grammar.field}: {_one_line(str(error))}") from None
+        inner = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if inner.is_error():
             raise GrammarError(f"{grammar.field}: {_one_line(inner.get_error())}")
         return Matcher(inner, self.words, self._tokenizer.vocab_size, self._end_ids)
@@ -231,7 +236,7 @@ class Matcher:
 def _inner(grammar: Grammar) -> str:
     """As llguidance takes it."""
     if grammar.kind == "json_schema":
-        return json.dumps({"grammars": [{"json_schema": json.loads(grammar.source)}]})
+        return llguidance.LLMatcher.grammar_from_json_schema(grammar.source, defaults=JSON_STYLE)
     make = {"regex": llguidance.LLMatcher.grammar_from_regex, "lark": llguidance.LLMatcher.grammar_from_lark}[grammar.kind]
     return make(grammar.source)
 
