@@ -36,6 +36,7 @@ GROUPS = {
         "engine/test_cli.py",
         "engine/test_compilations.py",
         "engine/test_examples.py",
+        "engine/test_grammars.py",
         "engine/test_greedy_drafts.py",
         "engine/test_look_ahead.py",
         "engine/test_pending_rows.py",

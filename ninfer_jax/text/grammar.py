@@ -250,7 +250,7 @@ def _small(text: object, field: str) -> str:
 
 
 def _one_line(message: str) -> str:
-    line = printable(" ".join(message.split()))
+    line = printable(" ".join(message.replace("<non-verbose/>", "").split()))
     return line if len(line) <= _REASON else line[:_REASON] + "…"
 
 

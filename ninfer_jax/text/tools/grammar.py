@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from ninfer_jax.text.tools.choice import ToolPlan
 from ninfer_jax.text.tools.values import Unfit, dumped, resolve
 
-# White space between JSON's tokens: a line feed and an indentation at most, so that no answer is an endless blank.
-JSON_STYLE = {"whitespace_pattern": r"(\r?\n)?[ \t]{0,40}"}
+# JSON on one line, as `json.dumps` writes it and the template renders arguments: no answer is an endless blank, and all but the
+# values is forced. A schema's own "x-guidance" goes before it.
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarError(ValueError):
@@ -41,9 +42,7 @@ def _body(index: int, schema: object) -> list[str]:
             lines.append(f'text{index}_{at}[suffix="\\n</parameter>\\n"]: /(?s:.*)/')
         else:
             defs = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, Mapping) and key in schema}
-            inner = (
-                {"x-guidance": JSON_STYLE, **defs, **(value if isinstance(value, Mapping) else {})} if value is not False else value
-            )
+            inner = value if value is False else {"x-guidance": JSON_STYLE, **defs, **(value if isinstance(value, Mapping) else {})}
             lines.append(f'{rule}: {head} json{index}_{at} "\\n</parameter>\\n"')
             lines.append(f"json{index}_{at}: %json {dumped(inner)}")
     inside = " ".join(parts) or '""'
