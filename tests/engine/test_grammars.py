@@ -18,7 +18,7 @@ from ninfer_jax.text.tools import AnswerParser, CallArguments, tool_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from schemas import KINDS, schema  # noqa: E402
+from schemas import KINDS, schema
 
 SCHEMA = {
     "type": "object",
@@ -146,8 +146,9 @@ def test_required_calls_come_and_fit_their_schema(draft_engine: Engine, choice: 
 def test_an_answer_that_reaches_a_limit_ends_alone(draft_engine: Engine):
     beside = SamplingParams(temperature=0, max_new_tokens=40)
     alone = draft_engine.generate("ROMEO.\n", beside)
-    # Without the exclamation mark the grammar would never let it end.
-    stuck, other = draft_engine.generate_many(["ROMEO.\n"] * 2, [under(grammar.lark(ENDLESS), logit_bias={3: 0.0}), beside])
+    # Without the exclamation mark the grammar never lets it end.
+    endless = under(grammar.lark(ENDLESS), logit_bias={draft_engine.tokenizer.encode("!")[0]: -1e4})
+    stuck, other = draft_engine.generate_many(["ROMEO.\n"] * 2, [endless, beside])
     assert stuck.finish_reason == "grammar" and "max is 2000" in stuck.error and "\n" not in stuck.error
     assert other.tokens == alone.tokens and draft_engine.runner.busy == 0
     assert draft_engine.generate("ROMEO.\n", beside).tokens == alone.tokens

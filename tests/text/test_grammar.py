@@ -133,7 +133,7 @@ def test_rows_of_drafts_are_those_of_single_steps(grammars: Grammars, tokenizer:
 
 def test_behind_an_illegal_draft_everything_is_allowed_and_nothing_counts(grammars: Grammars, tokenizer: Tokenizer):
     matcher, rows = grammars.matcher(grammar.json_schema(SCHEMA)), np.zeros((4, grammars.words), np.uint32)
-    good, bad = tokenizer.encode("{")[0], tokenizer.encode("no")[0]
+    good, bad = tokenizer.encode('{"name')[0], tokenizer.encode("no")[0]
     assert matcher.mask([good, bad, good], rows) == 2
     assert good in allowed(rows[0]) and bad not in allowed(rows[1]) and (rows[2:] == 0xFFFFFFFF).all()
     assert matcher.accept([good, bad]) == 1 and not matcher.error
