@@ -9,7 +9,7 @@ KINDS = ("json_schema", "regex", "lark")
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must follow; the makers in `ninfer_jax.text.grammar` check what they are given.
+    """Rules that an answer must follow; the makers in `ninfer_jax.text.grammar` check what they are given.
 
     kind: one of `KINDS`. source: the schema as JSON text, the pattern, or the Lark grammar. field: what errors call it.
     """

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 class Masks(NamedTuple):
-    """What the rows of each slot's next draw may be.
+    """Tokens that the rows of each slot's next draw may be.
 
     words uint32 `[S, rows, ceil(V / 32)]`: bit v % 32 of word v // 32 allows token v behind the row's drafts
     (`ninfer_jax.text.grammar.Matcher.mask`). at int32 `[S]`: which token of the answer row 0 draws, counted from 1; 0 for a

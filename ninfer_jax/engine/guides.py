@@ -14,7 +14,7 @@ Planned = tuple[Lease, np.ndarray, np.ndarray]
 
 
 def plan(sequences: Iterable[Sequence], drafts: np.ndarray) -> list[Planned]:
-    """What `SlotPool.constrain` takes, for those with a grammar whose next draw it binds; drafts int32 `[slots, K]`.
+    """Arguments of `SlotPool.constrain`, for those with a grammar whose next draw it binds; drafts int32 `[slots, K]`.
 
     All that was drawn for them must be booked. One whose grammar cannot go on ends here, and nobody else. For outside of
     a transaction: this is work of the host alone.

@@ -265,7 +265,7 @@ class SlotPool:
         return count, hidden
 
     def drafts(self) -> np.ndarray:
-        """What the next round is to verify, int32 `[slots, K]`; waits for the last one."""
+        """Drafts that the next round verifies, int32 `[slots, K]`; waits for the last one."""
         return np.array(self._state().slots.drafts)
 
     def constrain(self, lease: Lease, words: np.ndarray, drafts: np.ndarray) -> None:

@@ -77,10 +77,13 @@ def lark(grammar: str, field: str = "grammar") -> Grammar:
 
 
 def calls(plan: ToolPlan, field: str = "tools") -> Grammar:
-    """Calls of a plan's tools, at least one, at most `max_calls`, whose values their schemas admit; nothing else.
+    """Calls of a plan's tools, at most `max_calls`, whose values their schemas admit. Where the plan requires one nothing else
+    comes; otherwise any text may come before the first, or instead of them. GrammarError for a plan without tools.
 
     For the text behind the reasoning, `plan.prefix` included. Parameters come in the order of the schema, required ones always.
     """
+    if not plan.callable:
+        raise GrammarError(f"{field}: there are none that may be called")
     return Grammar("lark", _small(call_grammar(plan), field), field)
 
 

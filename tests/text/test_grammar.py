@@ -98,6 +98,23 @@ def test_calls_follow_the_tools_and_are_read_back(grammars: Grammars, tokenizer:
     }
 
 
+def test_calls_that_may_come_follow_the_tools_behind_any_text(grammars: Grammars, tokenizer: Tokenizer):
+    for many in (True, False):
+        plan = tool_plan(TOOLS, "auto", many)
+        for text, fits in (
+            ("Hello.", True),
+            ("", True),
+            ("x < 3 <tool", True),
+            (F, True),
+            ("Let me see.\n\n" + F, True),
+            (F + "\n" + NOW, many),
+            ("Let me see." + F.replace("5", "five"), False),
+            ("The tag <tool_call> is", False),
+            (F + " Done.", False),
+        ):
+            assert admits(grammars.matcher(grammar.calls(plan)), tokenizer, text) is fits
+
+
 def test_any_walk_through_the_masks_validates(grammars: Grammars, tokenizer: Tokenizer):
     rng, row = random.Random(3), np.zeros((1, grammars.words), np.uint32)
     plain = [i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1] + tokenizer.encode('"],"}:')
@@ -168,6 +185,7 @@ def test_the_end_token_is_allowed_where_the_answer_may_end(grammars: Grammars, t
         (lambda g: g.matcher(grammar.json_schema({"enum": [float("nan")]})), "response_format.json_schema.schema.enum[0]: nan"),
         (lambda g: g.matcher(grammar.json_schema({"anyOf": [{"type": "integer", "minimum": 5, "maximum": 3}]})),
             "response_format.json_schema.schema: "),
+        (lambda g: g.matcher(grammar.calls(tool_plan())), "tools: there are none that may be called"),
         (lambda g: g.matcher(grammar.calls(tool_plan([{"function": {"name": "f", "parameters": {"properties": {"a>": {}}}}}]))),
             "tools: the parameter 'a>'"),
     ],

@@ -14,6 +14,10 @@ from ninfer_jax.text.tools.values import Unfit, dumped, resolve
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+# Text without a call, and text up to one, whose tag ends it.
+_PROSE = ("PLAIN: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/", 'lead[suffix="<tool_call>"]: /(?s:.*)/')
+
+
 class GrammarError(ValueError):
     """A grammar that is refused; one line that names the field and the reason."""
 
@@ -21,9 +25,10 @@ class GrammarError(ValueError):
 def call_grammar(plan: ToolPlan) -> str:
     """The Lark grammar of a plan's calls; strings are free text up to their closing tag, other values JSON of their schema."""
     names = [json.dumps(f"<function={name}>\n", ensure_ascii=False) for name in plan.callable]
-    lines = ["start: call" if plan.max_calls == 1 else 'start: call ("\\n" call)*']
-    lines.append("call: TAG (" + " | ".join(f"{name} body{i}" for i, name in enumerate(names)) + ") END")
-    lines += ["TAG: /<tool_call>\\n/", "END: /<\\/function>\\n<\\/tool_call>/"]
+    more = "" if plan.max_calls == 1 else ' ("\\n" call)*'
+    lines = [f"start: call{more}"] if plan.required else [f"start: PLAIN | lead inside{more}", *_PROSE]
+    lines += ["call: TAG inside", 'inside: "\\n" (' + " | ".join(f"{name} body{i}" for i, name in enumerate(names)) + ") END"]
+    lines += ["TAG: /<tool_call>/", "END: /<\\/function>\\n<\\/tool_call>/"]
     return "\n".join([*lines, *(line for i, schema in enumerate(plan.callable.values()) for line in _body(i, schema))])
 
 
