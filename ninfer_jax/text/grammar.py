@@ -237,7 +237,7 @@ class Matcher:
 
 
 def _inner(grammar: Grammar) -> str:
-    """As llguidance takes it."""
+    """The grammar as llguidance takes it."""
     if grammar.kind == "json_schema":
         return llguidance.LLMatcher.grammar_from_json_schema(grammar.source, defaults=JSON_STYLE)
     make = {"regex": llguidance.LLMatcher.grammar_from_regex, "lark": llguidance.LLMatcher.grammar_from_lark}[grammar.kind]
