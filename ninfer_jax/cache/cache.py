@@ -37,8 +37,8 @@ class Hit:
     `with` calls.
     """
 
-    def __init__(self, cache: PrefixCache, tokens: Sequence[int], media: Sequence[Media], most: int | None):
-        self._cache, self._tokens, self._media = cache, tokens, media
+    def __init__(self, cache: PrefixCache, tokens: Sequence[int], media: Sequence[Media], most: int | None, counted: bool):
+        self._cache, self._tokens, self._media, self._counted = cache, tokens, media, counted
         self.seen = self._pin(most)
 
     def load(self) -> Image | None:
@@ -47,9 +47,10 @@ class Hit:
         counters = self._cache.counters
         while (checkpoint := self._checkpoint) is not None:
             if (image := self._cache.image(checkpoint)) is not None:
-                counters.cached_tokens += self.length
-                counters.hits_host += self.tier == TIERS[HOST]
-                counters.hits_disk += self.tier != TIERS[HOST]
+                if self._counted:
+                    counters.cached_tokens += self.length
+                    counters.hits_host += self.tier == TIERS[HOST]
+                    counters.hits_disk += self.tier != TIERS[HOST]
                 return image
             counters.failed += 1
             self.end()
@@ -104,11 +105,12 @@ class PrefixCache:
         self._changing = False
         self._begin()
 
-    def find(self, tokens: Sequence[int], media: Sequence[Media] = (), most: int | None = None) -> Hit:
-        """The deepest checkpoint of at most `most` tokens (None: of all) on the way of a prompt."""
-        self.counters.lookups += 1
-        self.counters.prompt_tokens += len(tokens)
-        return Hit(self, tokens, media, most)
+    def find(self, tokens: Sequence[int], media: Sequence[Media] = (), most: int | None = None, *, counted: bool = True) -> Hit:
+        """The deepest checkpoint of at most `most` tokens (None: of all) on the way of a prompt. counted: it is a request's."""
+        if counted:
+            self.counters.lookups += 1
+            self.counters.prompt_tokens += len(tokens)
+        return Hit(self, tokens, media, most, counted)
 
     def match(self, tokens: Sequence[int], media: Sequence[Media] = (), most: int | None = None) -> tuple[Checkpoint | None, int]:
         """What `find` finds, uncounted: the checkpoint, and the tokens that match pages seen before."""
