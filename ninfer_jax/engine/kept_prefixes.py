@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ninfer_jax.cache import Counters, Hit, Mark, PrefixCache, planned
-from ninfer_jax.cache.policy import END, SYSTEM, TURN, USER
+from ninfer_jax.cache import END, SYSTEM, TURN, USER, Counters, Hit, Mark, PrefixCache, planned
 from ninfer_jax.config import PAGE
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.slot_pool import Lease, SlotPool
@@ -88,7 +87,7 @@ class KeptPrefixes:
         self.cache.seen(prompt)
         marks = planned(len(prompt), marks_of(sequence), grid=self.grid, have=lease.length, branch=hit.seen)
         self._wanted[sequence] = {mark.length: mark.kind for mark in marks}
-        sequence.marks = [mark.length for mark in marks]
+        sequence.marks = tuple(mark.length for mark in marks)
 
     def appended(self, sequence: Sequence, lease: Lease) -> None:
         """Take the checkpoint that is wanted at this length."""
@@ -106,8 +105,25 @@ class KeptPrefixes:
     def settle_later(self, tokens: list[int]) -> None:
         """Prefill these tokens when nobody is at work, to the last line of the grid, so that they are known from then on."""
         line = len(tokens) // self.grid * self.grid
-        if line > self._known(tokens[:line]):
+        if line > self.known(tokens[:line]):
             self._unsettled.append(_Answer(tokens[:line]))
+
+    def settle_now(self, tokens: SequenceOf[int]) -> None:
+        """Prefill these tokens to the last line of the grid, unless they are known so far. ValueError where no slot is free."""
+        line = len(tokens) // self.grid * self.grid
+        if line <= self.known(tokens):
+            return
+        answer = _Answer(list(tokens[:line]))
+        self._stop_settling()
+        self._pool.lease(line).end()
+        self._unsettled.append(answer)
+        while answer in self._unsettled:
+            self._settle_some(answer)
+
+    def known(self, tokens: SequenceOf[int]) -> int:
+        """Tokens of these that a checkpoint covers."""
+        checkpoint, _ = self.cache.match(tokens)
+        return 0 if checkpoint is None else checkpoint.length
 
     def idle(self) -> bool:
         """One piece of work that could wait: a chunk of an answer that is to be settled, or a file. Whether there is more."""
@@ -145,10 +161,6 @@ class KeptPrefixes:
                     self._pool.write_page(int(page), data)
                 self._pool.restore(lease, given, prompt[: image.length])
         self.counters.restore_s += time.perf_counter() - started
-
-    def _known(self, tokens: SequenceOf[int]) -> int:
-        checkpoint, _ = self.cache.match(tokens)
-        return 0 if checkpoint is None else checkpoint.length
 
     def _settle_some(self, answer: _Answer) -> None:
         tokens, done = answer.tokens, True

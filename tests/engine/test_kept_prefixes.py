@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.engine import sessions
 from ninfer_jax.engine.kept_prefixes import KeptPrefixes
 from ninfer_jax.engine.prefix_settings import budget_of, mode_of, open_prefixes
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.slot_pool import Lease, SlotPool
+from ninfer_jax.files import FileError
 
 RNG = np.random.default_rng(8)
 IDS = RNG.integers(0, 1024, 250).tolist()
@@ -99,3 +101,99 @@ def test_restored_states_are_recomputed_ones_bit_for_bit(pool: SlotPool, kept: O
             assert lease.length == len(ids) // 64 * 64  # the end of a prompt is always kept
         prefixes.cache.check()
     assert prefixes.counters.hits_host > 5 and prefixes.counters.hits_disk > 2 and not prefixes.told
+
+
+def ended(prefixes: KeptPrefixes, given: Sequence, lease: Lease, tokens: list[int]) -> None:
+    """An answer of these tokens, as far as the cache is told."""
+    given.tokens.extend(tokens)
+    given.exact = True
+    prefixes.ended(given, lease)
+
+
+def test_an_answer_is_settled_in_idle_time_and_gives_way(pool: SlotPool, kept: Open, sequence) -> None:
+    prefixes, whole = kept(), IDS[:200]
+    given = sequence(IDS[:100])
+    with prefill(pool, prefixes, given) as lease:
+        ended(prefixes, given, lease, IDS[100:200])
+    assert prefixes.known(whole) == 64
+    assert prefixes.idle() and pool.busy == 1  # a chunk of it
+    prefixes.shared(sequence([1]))  # somebody comes
+    assert pool.busy == 0 and prefixes.known(whole) == 64
+    while prefixes.idle():
+        pass
+    assert pool.busy == 0 and prefixes.known(whole) == 192
+    with prefill(pool, None, sequence(IDS)) as lease:
+        wanted = contents(pool, lease, len(IDS))
+    with prefill(pool, prefixes, sequence(IDS)) as lease:
+        assert contents(pool, lease, len(IDS)) == wanted
+    assert (prefixes.counters.hits_host, prefixes.counters.cached_tokens, prefixes.counters.lookups) == (1, 192, 2)
+
+
+def test_a_restore_that_fails_is_a_miss(pool: SlotPool, kept: Open, sequence, tmp_path: Path) -> None:
+    prefixes = kept(cache_dir=tmp_path)
+    with prefill(pool, prefixes, sequence(IDS)):
+        prefixes.close(save=True)
+    with prefill(pool, None, sequence(IDS)) as lease:
+        wanted = contents(pool, lease, len(IDS))
+    again = kept(cache_dir=tmp_path)
+    for file in tmp_path.iterdir():
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    with prefill(pool, again, sequence(IDS)) as lease:
+        assert contents(pool, lease, len(IDS)) == wanted
+    counters = again.counters
+    assert counters.failed and not counters.hits_host + counters.hits_disk + counters.cached_tokens
+    assert again.told and all("is damaged; it is passed over" in line for line in again.told)
+
+
+def test_a_budget_that_holds_no_checkpoint_is_refused(pool: SlotPool, kept: Open) -> None:
+    need = pool.programs.staging_bytes + pool.page_bytes
+    with pytest.raises(
+        ValueError, match=f"^cache_bytes: {need - 1:,} bytes of host memory hold no checkpoint of this model: one takes"
+    ):
+        kept(cache_bytes=need - 1)
+    kept(cache_bytes=need)
+
+
+def test_a_cache_of_other_weights_is_passed_over_by_name(pool: SlotPool, kept: Open, sequence, tmp_path: Path) -> None:
+    prefixes = kept(cache_dir=tmp_path)
+    with prefill(pool, prefixes, sequence(IDS)):
+        prefixes.close(save=True)
+    other = kept(cache_dir=tmp_path, weights="v")
+    with prefill(pool, other, sequence(IDS)):
+        assert not other.counters.cached_tokens
+    assert other.told and all("is of another engine: weights is w, here v" in line for line in other.told)
+
+
+def test_a_conversation_goes_on_from_its_file(pool: SlotPool, kept: Open, sequence, tmp_path: Path) -> None:
+    file, messages = tmp_path / "talk", [{"role": "user", "content": "hello"}]
+    assert sessions.save(kept(), IDS, messages, file) == 192
+    prefixes = kept()
+    assert sessions.load(prefixes, file) == messages
+    with prefill(pool, None, sequence(IDS)) as lease:
+        wanted = contents(pool, lease, len(IDS))
+    with pool.lease(len(IDS)) as lease:
+        prefixes.admitted(sequence(IDS), lease)
+        assert lease.length == 192
+        for _ in lease.prefill(IDS[192:]):
+            pass
+        assert contents(pool, lease, len(IDS)) == wanted
+
+
+def test_a_file_that_is_no_conversation_of_this_engine_is_refused_by_name(pool: SlotPool, kept: Open, tmp_path: Path) -> None:
+    file = tmp_path / "talk"
+    sessions.save(kept(), IDS[:100], IDS[:100], file)
+    whole = file.read_bytes()
+    with pytest.raises(FileError, match=r"^session .*talk is of another engine: weights is w, here v$"):
+        sessions.load(kept(weights="v"), file)
+    for damaged in (whole[:-1], whole[:10], b"", whole[:-1] + bytes([whole[-1] ^ 1]), b"x" * 100):
+        file.write_bytes(damaged)
+        with pytest.raises(FileError, match=r"^session .*talk (is|has) "):
+            sessions.load(kept(), file)
+    with pytest.raises(FileError, match=r"^session .*nowhere cannot be read \(No such file or directory\)$"):
+        sessions.load(kept(), tmp_path / "nowhere")
+    file.write_bytes(whole)
+    with pytest.raises(FileError, match=r"^session .*no/talk: No such file or directory$"):
+        sessions.save(kept(), IDS[:100], IDS[:100], tmp_path / "no" / "talk")
+    assert sessions.load(kept(), file) == IDS[:100]
