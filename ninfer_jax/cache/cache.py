@@ -113,7 +113,7 @@ class PrefixCache:
         return Hit(self, tokens, media, most, counted)
 
     def match(self, tokens: Sequence[int], media: Sequence[Media] = (), most: int | None = None) -> tuple[Checkpoint | None, int]:
-        """What `find` finds, uncounted: the checkpoint, and the tokens that match pages seen before."""
+        """(the deepest checkpoint on the way, tokens that match pages seen before), uncounted."""
         with self._change():
             found = self._tree.match(_array(tokens), media, most)
             if found.checkpoint is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -17,9 +17,16 @@ from pallas_kernels import targets
 _MEANING = ("kv", "dtype", "model", "weights", "token_ids")
 
 
-def identity_of(setup: Setup, programs: Programs, digest: str, mode: str) -> dict[str, str | int]:
-    """Field by field, those first that a message should name. digest: of the weights. mode: "exact" or "fast"; what was kept in one
-    is not used in the other."""
+class Digested(Protocol):
+    """Weights that have a digest."""
+
+    def digest(self) -> str: ...
+
+
+def identity_of(setup: Setup, programs: Programs, weights: Digested, mode: str) -> dict[str, str | int]:
+    """The identity field by field, those first that a message should name. mode: "exact" or "fast"; what was kept in one is not
+    used in the other. Reads the files of a checkpoint whole, for their digest."""
+    digest = weights.digest()
     device: Any = jax.devices()[0]
     cpu = device.platform == "cpu"
     target = "cpu" if cpu else targets.of_device(device.device_kind) or device.device_kind

@@ -47,7 +47,7 @@ class _Answer:
 
 
 class KeptPrefixes:
-    """What the runner tells goes into `cache`, and comes out of it. Called by the one thread that owns the device, between
+    """The way of what the runner tells into `cache` and out of it. Called by the one thread that owns the device, between
     transactions.
 
     mode: "exact" or "fast". identity: what must be equal for kept bytes to mean the same. told: a line for each file and directory
@@ -74,9 +74,12 @@ class KeptPrefixes:
         return self.cache.counters
 
     def shared(self, sequence: Sequence) -> SequenceOf[int]:
-        """No page of another slot. Somebody waits for a slot: what idle time was used for gives its own back."""
-        self._stop_settling()
+        """No page of another slot."""
         return ()
+
+    def give_way(self) -> None:
+        """Stop settling an answer; it is begun again in the next idle time."""
+        self._stop_settling()
 
     def admitted(self, sequence: Sequence, lease: Lease) -> None:
         """Bring `lease` to the deepest checkpoint, and say where chunks shall end."""

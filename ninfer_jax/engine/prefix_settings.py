@@ -17,8 +17,8 @@ SHARE = 4  # of what is free, one part in so many
 Identity = Callable[[], Mapping[str, str | int]]
 
 
-def mode_of(config: EngineConfig, many: bool) -> str:
-    """ "exact", "fast" or "off". many: the engine is one for many callers."""
+def mode_of(config: EngineConfig, many: bool = False) -> str:
+    """The mode that "auto" means. many: in an engine for many callers."""
     if config.prefix_cache != "auto":
         return config.prefix_cache
     return "exact" if many or config.cache_dir is not None or config.cache_bytes is not None else "off"

@@ -13,6 +13,10 @@ class Prefixes(Protocol):
     """All calls come from the thread that owns the device, between two transactions. What they raise costs the entry, no answer,
     unless it came out of a transaction."""
 
+    def give_way(self) -> None:
+        """Somebody waits for a slot: give back those that idle time was used with."""
+        ...
+
     def shared(self, sequence: Sequence) -> SequenceOf[int]:
         """Pages that shall be the first ones of `sequence`. Asked before each try to admit it, of which all but the last fail."""
         ...
@@ -41,6 +45,9 @@ class Prefixes(Protocol):
 
 class NoPrefixes:
     """No cache."""
+
+    def give_way(self) -> None:
+        pass
 
     def shared(self, sequence: Sequence) -> SequenceOf[int]:
         return ()

@@ -44,12 +44,7 @@ def kept(pool: SlotPool) -> Open:
 
 @pytest.fixture
 def sequence(micro_drafting: Engine) -> Callable[[list[int]], Sequence]:
-    def new(ids):
-        made = Sequence(ids, GREEDY, 1, 0, (), micro_drafting.tokenizer)
-        made.snapshots = ()
-        return made
-
-    return new
+    return lambda ids: Sequence(ids, GREEDY, 1, 0, (), micro_drafting.tokenizer)
 
 
 def prefill(pool: SlotPool, prefixes: KeptPrefixes | None, sequence: Sequence) -> Lease:
@@ -117,7 +112,7 @@ def test_an_answer_is_settled_in_idle_time_and_gives_way(pool: SlotPool, kept: O
         ended(prefixes, given, lease, IDS[100:200])
     assert prefixes.known(whole) == 64
     assert prefixes.idle() and pool.busy == 1  # a chunk of it
-    prefixes.shared(sequence([1]))  # somebody comes
+    prefixes.give_way()
     assert pool.busy == 0 and prefixes.known(whole) == 64
     while prefixes.idle():
         pass
