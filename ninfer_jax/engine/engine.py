@@ -139,6 +139,11 @@ class Engine:
         return (*self._notes, *(self._kept.told if self._kept else ()))
 
     @property
+    def prefix_cache(self) -> str:
+        """Mode of the prefix cache: "exact", "fast" or "off"."""
+        return self._kept.mode if self._kept else "off"
+
+    @property
     def prefix_counters(self) -> Counters | None:
         """Counters of the prefix cache since the engine started; None where there is none."""
         return self._kept.counters if self._kept else None
