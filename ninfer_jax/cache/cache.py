@@ -48,9 +48,11 @@ class Hit:
         while (checkpoint := self._checkpoint) is not None:
             if (image := self._cache.image(checkpoint)) is not None:
                 if self._counted:
-                    counters.cached_tokens += self.length
-                    counters.hits_host += self.tier == TIERS[HOST]
-                    counters.hits_disk += self.tier != TIERS[HOST]
+                    on_host = self.tier == TIERS[HOST]
+                    counters.hits_host += on_host
+                    counters.hits_disk += not on_host
+                    counters.cached_host += self.length * on_host
+                    counters.cached_disk += self.length * (not on_host)
                 return image
             counters.failed += 1
             self.end()

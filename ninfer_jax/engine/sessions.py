@@ -38,6 +38,16 @@ def save(prefixes: KeptPrefixes, tokens: SequenceOf[int], conversation: Any, pat
         return hit.length
 
 
+def conversation_in(path: str | Path) -> Any:
+    """The conversation of a file, whatever engine wrote it. FileError as for `load`."""
+    path = user_path(path, "session")
+    with _naming(path):
+        contents = read_head(path, None)
+        if contents.kind != KIND or "conversation" not in contents.fields:
+            raise BadFile("is no conversation")
+        return contents.fields["conversation"]
+
+
 def load(prefixes: KeptPrefixes, path: str | Path) -> Any:
     """The conversation of a file, whose beginning the cache knows from now on. FileError, one line, where the file is damaged or
     was written by an engine with another model, format or code."""
