@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ from ninfer_jax.engine.prefixes import NoPrefixes  # noqa: E402
 CONFIG = EngineConfig(context=16_384, draft=3, kv="rk4v4-e8", prefill_chunk=256, prefix_cache="exact", cache_bytes=2 << 30)
 TURNS, ANSWER = 30, 48
 FORK, COMPACTION, EDITS = 11, 19, (6, 15, 23, 27)
-CACHED, SOONER = 0.9, 10  # what it must show: share of tokens from the cache, and times sooner at the end
+CACHED, SOONER = 0.9, 10  # what it must show: share of tokens from the cache, and times sooner at the end,
+LAST = 5  # by the median of so many turns: the machine has others to serve
 WORDS = "the king shall speak no more of war but hear what every servant of this house has seen by night and fear it well"
 _console = Console()
 
@@ -133,7 +135,7 @@ def show(engine: Engine, turns: list[Turn]) -> None:
     counters = engine.prefix_counters
     assert counters is not None  # the configuration has a cache
     _console.print(
-        f"cached: {share(turns):.1%} of all prompt tokens; at the end {turns[-1].cold_s / turns[-1].warm_s:.1f}x sooner. "
+        f"cached: {share(turns):.1%} of all prompt tokens; {sooner(turns):.1f}x sooner, the median of the last {LAST}. "
         f"{counters.stored} checkpoints taken in {counters.snapshot_s:.2f} s, {counters.hits_host} restored in "
         f"{counters.restore_s:.2f} s, {counters.host_bytes:,} bytes of host memory at the end"
     )
@@ -141,6 +143,10 @@ def show(engine: Engine, turns: list[Turn]) -> None:
 
 def share(turns: list[Turn]) -> float:
     return sum(t.cached for t in turns) / sum(t.tokens for t in turns)
+
+
+def sooner(turns: list[Turn]) -> float:
+    return statistics.median(t.cold_s / t.warm_s for t in turns[-LAST:])
 
 
 def plot(turns: list[Turn], file: Path) -> None:
@@ -167,7 +173,7 @@ def plot(turns: list[Turn], file: Path) -> None:
         xlabel=f"turn (1: {turns[0].tokens:,} tokens, {turns[-1].number}: {turns[-1].tokens:,})",
         ylabel="seconds to the first token",
     )
-    axes.set(yscale="log")
+    axes.set(yscale="log", ylim=(min(t.warm_s for t in turns) / 3, None))
     axes.legend()
     figure.savefig(file, dpi=150)
 
@@ -185,8 +191,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps([asdict(t) for t in turns], indent=1) + "\n")
     if arguments.plot:
         plot(turns, arguments.plot)
-    last = turns[-1]
-    if share(turns) < CACHED or last.tokens < 8000 or last.cold_s < SOONER * last.warm_s:
+    if share(turns) < CACHED or turns[-1].tokens < 8000 or sooner(turns) < SOONER:
         raise SystemExit(f"wanted: {CACHED:.0%} cached, 8,000 tokens and {SOONER}x sooner at the end")
 
 

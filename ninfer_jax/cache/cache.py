@@ -177,7 +177,10 @@ class PrefixCache:
             self.counters.stored += 1
             self._tree.touch(checkpoint)
             self._thin(checkpoint)
-            self._unwritten.append(checkpoint)
+            if self._store.disk is not None:
+                self._unwritten.append(checkpoint)
+            if len(self._unwritten) > 2 * len(self._tree.checkpoints):  # where there is never an idle moment
+                self._unwritten = [c for c in self._unwritten if c in self._tree.checkpoints and c.file is None]
             return True
 
     def seen(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> None:

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 
 from ninfer_jax import Engine, EngineConfig, SamplingParams
+from ninfer_jax.cache.container import difference
 from ninfer_jax.engine import sessions
+from ninfer_jax.engine.identity import identity_of
 from ninfer_jax.engine.kept_prefixes import KeptPrefixes
 from ninfer_jax.engine.prefix_settings import budget_of, mode_of, open_prefixes
+from ninfer_jax.engine.prefixes import NoPrefixes
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.slot_pool import Lease, SlotPool
+from ninfer_jax.engine.snapshot_bytes import from_bytes
 from ninfer_jax.files import FileError
+from ninfer_jax.programs.setup import model_of, resolve
 
 RNG = np.random.default_rng(8)
 IDS = RNG.integers(0, 1024, 250).tolist()
@@ -192,3 +197,69 @@ def test_a_file_that_is_no_conversation_of_this_engine_is_refused_by_name(pool: 
     with pytest.raises(FileError, match=r"^session .*no/talk: No such file or directory$"):
         sessions.save(kept(), IDS[:100], IDS[:100], tmp_path / "no" / "talk")
     assert sessions.load(kept(), file) == IDS[:100]
+
+
+def test_fast_mode_goes_on_from_where_the_answer_ended(micro_drafting: Engine, pool: SlotPool, kept: Open) -> None:
+    """At any length; of the tokens that were drawn only the last is prefilled. What waited is in the state that was kept."""
+    runner, params = micro_drafting.runner, SamplingParams(temperature=0.0, max_new_tokens=33, ignore_eos=True)
+    runner.prefixes = prefixes = kept("fast")
+    try:
+        first = micro_drafting.generate(IDS[:100], params)
+        whole = [*IDS[:100], *first.tokens]
+        assert prefixes.known(whole) == len(whole) - 1
+        second = micro_drafting.generate([*whole, 5, 6, 7], params)
+        assert second.stats.cached_tokens == len(whole) - 1 and not prefixes.idle()
+        with prefixes.cache.find(whole) as hit:
+            state = from_bytes(hit.load().state, pool.programs.result("snapshot")[1])
+    finally:
+        runner.prefixes = NoPrefixes()
+    # The same tokens by prefill alone: as far as rounding goes, the same state.
+    with pool.lease(200) as lease:
+        for _ in lease.prefill(whole[:-1]):
+            pass
+        prefilled = jax.tree.map(np.asarray, lease.snapshot())
+    assert (state.length, bool(state.linked), bool(prefilled.linked)) == (prefilled.length, False, True)
+    for ours, theirs in zip(state.recurrent + state.conv, prefilled.recurrent + prefilled.conv, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * float(np.abs(theirs).max()))
+
+
+def test_chunks_end_where_a_conversation_comes_back(micro_drafting: Engine, pool: SlotPool, kept: Open) -> None:
+    """At the end of the system text, the starts of the last two user turns, and where the answer's turn opens, rounded down."""
+    turns = [{"role": "system", "content": "Be brief. " * 12}]
+    for text in ("one " * 20, "two " * 20, "three " * 9):
+        turns += [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
+    ids = micro_drafting.prompt_ids(turns[:-1])
+    opens = [at for at, token in enumerate(ids) if token == micro_drafting.tokenizer.token_id("<|im_start|>")]
+    given = Sequence(ids, GREEDY, 1, 0, (), micro_drafting.tokenizer, snapshots=(70,))
+    with pool.lease(len(ids)) as lease:
+        kept().admitted(given, lease)
+    _, first, _, second, _, third, answer = opens
+    assert given.marks == tuple(sorted({length // 64 * 64 for length in (70, first, second, third, answer)}))
+
+
+def test_an_engine_of_another_kind_is_told_by_the_field_that_differs() -> None:
+    class Weights:
+        def __init__(self, digest: str):
+            self._digest = digest
+
+        def digest(self) -> str:
+            return self._digest
+
+    def identity(mode: str = "exact", weights: str = "w", **fields: object) -> dict[str, str | int]:
+        setup = resolve(*model_of("tiny"), EngineConfig(context=512, **fields), "cpu")
+        return identity_of(setup, setup.programs(), Weights(weights), mode)
+
+    mine = identity()
+    assert mine == identity() and all(isinstance(value, str | int) for value in mine.values())
+    for name, other in {
+        "weights": identity(weights="v"),
+        "mode": identity("fast"),
+        "kv": identity(kv="rk4v4"),
+        "dtype": identity(dtype="bfloat16"),
+        "mtp": identity(draft=1),
+        "prefill_chunk": identity(prefill_chunk=64),
+        "slots": identity(slots=2),
+    }.items():
+        assert difference(other, mine).startswith(f"{name} is ")
+    # What only the last bits hang on keeps nobody from going on in fast mode.
+    assert identity("fast") == identity("fast", slots=2, prefill_chunk=64)
