@@ -1,4 +1,4 @@
-"""What must be equal for kept bytes to mean the same: weights, formats, code, and in exact mode all that bits hang on."""
+"""The identity of kept bytes: weights, formats, code, and in exact mode all that bits hang on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the turns of a conversation begin in its token ids, by the control token that opens each."""
+"""Turns of a conversation in its token ids, by the control token that opens each."""
 
 from __future__ import annotations
 
