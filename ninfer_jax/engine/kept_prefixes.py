@@ -1,4 +1,4 @@
-"""The prefix cache at work: between the calls of the scheduler, the slots on the device, and bytes on the host."""
+"""The prefix cache at work: between the calls of the scheduler, the slots on the device, and bytes on the host.
 
 In `exact` mode a checkpoint is taken only where a prompt's state has the same bits whatever follows, at multiples of the prefill
 chunk, and only out of prefill: so a warm answer is the cold one, bit for bit. Of an answer nothing can be kept then, because rounds
