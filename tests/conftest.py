@@ -51,9 +51,11 @@ GROUPS = {
     "benchmarks": ("benchmarks/test_device_check.py",),
     "micro": (
         "engine/test_async_engine.py",
+        "engine/test_async_prefixes.py",
         "engine/test_cpu_kernels.py",
         "engine/test_huge_pages.py",
         "engine/test_interrupts.py",
+        "engine/test_kept_prefixes.py",
         "engine/test_micro_engine.py",
         "engine/test_sigint.py",
         "engine/test_snapshots.py",

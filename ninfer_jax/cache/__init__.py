@@ -3,7 +3,7 @@
 from ninfer_jax.cache.cache import Hit, Image, PrefixCache
 from ninfer_jax.cache.container import Identity
 from ninfer_jax.cache.counters import Counters
-from ninfer_jax.cache.policy import Mark, planned
+from ninfer_jax.cache.policy import END, SYSTEM, TURN, USER, Mark, planned
 from ninfer_jax.cache.tree import Media
 
-__all__ = ["Counters", "Hit", "Identity", "Image", "Mark", "Media", "PrefixCache", "planned"]
+__all__ = ["END", "SYSTEM", "TURN", "USER", "Counters", "Hit", "Identity", "Image", "Mark", "Media", "PrefixCache", "planned"]

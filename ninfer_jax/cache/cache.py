@@ -22,13 +22,12 @@ from ninfer_jax.config import PAGE
 class Image:
     """All that a sequence of `length` tokens is on a device, as bytes on the host.
 
-    state: recurrent and convolution states. pages: of its whole pages, first to last. tail: of the page that is not full, or None.
+    state: recurrent and convolution states. pages: all of them, first to last, the one that its last token is in included.
     """
 
     length: int
     state: np.ndarray
     pages: list[np.ndarray]
-    tail: np.ndarray | None
 
 
 class Hit:
@@ -38,25 +37,36 @@ class Hit:
     `with` calls.
     """
 
-    def __init__(self, cache: PrefixCache, checkpoint: Checkpoint | None, seen: int):
-        self._cache, self._checkpoint, self.seen = cache, checkpoint, seen
+    def __init__(self, cache: PrefixCache, tokens: Sequence[int], media: Sequence[Media], most: int | None, counted: bool):
+        self._cache, self._tokens, self._media, self._counted = cache, tokens, media, counted
+        self.seen = self._pin(most)
+
+    def load(self) -> Image | None:
+        """The bytes. Where those of a checkpoint cannot be had any more, those of the deepest one before it, with its length and
+        tier; None, and the hit is a miss, where there is none."""
+        counters = self._cache.counters
+        while (checkpoint := self._checkpoint) is not None:
+            if (image := self._cache.image(checkpoint)) is not None:
+                if self._counted:
+                    on_host = self.tier == TIERS[HOST]
+                    counters.hits_host += on_host
+                    counters.hits_disk += not on_host
+                    counters.cached_host += self.length * on_host
+                    counters.cached_disk += self.length * (not on_host)
+                return image
+            counters.failed += 1
+            self.end()
+            self._pin(self.length - 1)
+        return None
+
+    def _pin(self, most: int | None) -> int:
+        checkpoint, seen = self._cache.match(self._tokens, self._media, most)
+        self._checkpoint = checkpoint
         self.length = 0 if checkpoint is None else checkpoint.length
         self.tier = None if checkpoint is None else TIERS[HOST if checkpoint.within(HOST) else DISK]
         if checkpoint is not None:
             checkpoint.pins += 1
-
-    def load(self) -> Image | None:
-        """The bytes; None, and the hit is a miss, where they cannot be had any more."""
-        checkpoint, counters = self._checkpoint, self._cache.counters
-        if checkpoint is not None and (image := self._cache.image(checkpoint)) is not None:
-            counters.cached_tokens += self.length
-            counters.hits_host += self.tier == TIERS[HOST]
-            counters.hits_disk += self.tier != TIERS[HOST]
-            return image
-        counters.failed += checkpoint is not None
-        self.end()
-        self.length, self.tier = 0, None
-        return None
+        return seen
 
     def end(self) -> None:
         """Rely on it no longer."""
@@ -97,15 +107,20 @@ class PrefixCache:
         self._changing = False
         self._begin()
 
-    def find(self, tokens: Sequence[int], media: Sequence[Media] = (), most: int | None = None) -> Hit:
-        """The deepest checkpoint of at most `most` tokens (None: of all) on the way of a prompt."""
+    def find(self, tokens: Sequence[int], media: Sequence[Media] = (), most: int | None = None, *, counted: bool = True) -> Hit:
+        """The deepest checkpoint of at most `most` tokens (None: of all) on the way of a prompt. counted: it is a request's."""
+        if counted:
+            self.counters.lookups += 1
+            self.counters.prompt_tokens += len(tokens)
+        return Hit(self, tokens, media, most, counted)
+
+    def match(self, tokens: Sequence[int], media: Sequence[Media] = (), most: int | None = None) -> tuple[Checkpoint | None, int]:
+        """(the deepest checkpoint on the way, tokens that match pages seen before), uncounted."""
         with self._change():
             found = self._tree.match(_array(tokens), media, most)
             if found.checkpoint is not None:
                 self._tree.touch(found.checkpoint)
-            self.counters.lookups += 1
-            self.counters.prompt_tokens += len(tokens)
-            return Hit(self, found.checkpoint, found.pages * PAGE)
+            return found.checkpoint, found.pages * PAGE
 
     def image(self, checkpoint: Checkpoint) -> Image | None:
         """The bytes of a checkpoint, brought to host memory if need be; None where that fails."""
@@ -117,22 +132,22 @@ class PrefixCache:
             except (NoRoom, BadFile):
                 return None
             pages = [node.data for node in checkpoint.node.path() if node.data is not None]
-            assert checkpoint.state is not None  # it has just been brought
-            return Image(checkpoint.length, checkpoint.state, pages, checkpoint.tail)
+            assert checkpoint.state is not None and checkpoint.tail is not None  # it has just been brought
+            return Image(checkpoint.length, checkpoint.state, [*pages, checkpoint.tail])
 
     def keep(
         self,
         tokens: Sequence[int],
         kind: str,
-        state: Callable[[], tuple[np.ndarray, np.ndarray | None]],
+        state: Callable[[], np.ndarray],
         pages: Callable[[list[int]], Iterable[np.ndarray]],
         media: Sequence[Media] = (),
     ) -> bool:
         """Keep a checkpoint after all of `tokens`; False where there is no room, or no need because it is kept already.
 
-        state() -> states uint8 `[state_bytes]`, and the last page where it is not full, uint8 `[page_bytes]`, else None.
-        pages(indices) -> those of the whole pages that are not kept yet. The arrays are the cache's from then on. What they raise
-        goes to the caller, and nothing is kept.
+        state() -> states uint8 `[state_bytes]`. pages(indices) -> those pages, uint8 `[page_bytes]` each: what is not kept yet, and
+        at the end always the one that the last token is in. The arrays are the cache's from then on. What they raise goes to the
+        caller, and nothing is kept.
         """
         ids = _array(tokens)
         with self._change():
@@ -145,12 +160,12 @@ class PrefixCache:
             self._tree.hang(checkpoint, HOST)
             checkpoint.pins, done = 1, False
             try:
-                missing = [node for node in checkpoint.node.path() if node.data is None]
+                missing = [page for page in node.path() if page.data is None]
                 self._store.make_room(len(missing) * self.page_bytes + self._store.bytes_of(checkpoint))
-                if missing:
-                    for node, data in zip(missing, pages([node.depth - 1 for node in missing]), strict=True):
-                        self._store.put_page(node, data)
-                self._store.put_state(checkpoint, *state())
+                states, fetched = state(), iter(pages([*(node.depth - 1 for node in missing), node.depth]))
+                for page in missing:
+                    self._store.put_page(page, next(fetched))
+                self._store.put_state(checkpoint, states, next(fetched))
                 done = True
             except NoRoom:
                 self.counters.refused += 1
@@ -162,7 +177,10 @@ class PrefixCache:
             self.counters.stored += 1
             self._tree.touch(checkpoint)
             self._thin(checkpoint)
-            self._unwritten.append(checkpoint)
+            if self._store.disk is not None:
+                self._unwritten.append(checkpoint)
+            if len(self._unwritten) > 2 * len(self._tree.checkpoints):  # where there is never an idle moment
+                self._unwritten = [c for c in self._unwritten if c in self._tree.checkpoints and c.file is None]
             return True
 
     def seen(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> None:

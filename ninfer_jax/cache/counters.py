@@ -10,9 +10,9 @@ class Counters:
     """Since the engine started, but for the bytes held, which are of now.
 
     lookups: prompts. hits_host, hits_disk: those continued from a checkpoint, by where it lay; failed: whose restore failed,
-    a miss. prompt_tokens, cached_tokens: of all prompts. stored: checkpoints taken; refused: for which there was no room.
-    evicted: checkpoints dropped; spilled: those that only left host memory. bad_files: passed over.
-    restore_s: seconds that restores took; snapshot_s: that taking checkpoints took.
+    a miss. prompt_tokens, cached_host, cached_disk: of all prompts. stored: checkpoints taken; refused: for which there was no
+    room. evicted: checkpoints dropped; spilled: those that only left host memory. bad_files: passed over.
+    restore_s: seconds that restores took; snapshot_s: that taking checkpoints took, the wait for the chunk before included.
     """
 
     lookups: int = 0
@@ -20,7 +20,8 @@ class Counters:
     hits_disk: int = 0
     failed: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_host: int = 0
+    cached_disk: int = 0
     stored: int = 0
     refused: int = 0
     evicted: int = 0
@@ -32,6 +33,10 @@ class Counters:
     disk_read: int = 0
     restore_s: float = 0.0
     snapshot_s: float = 0.0
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.cached_host + self.cached_disk
 
     @property
     def misses(self) -> int:

@@ -25,7 +25,7 @@ class NoRoom(Exception):
 class Store:
     """The places of the data of `tree`. Never holds more than `budget` bytes in host memory, nor than the disk tier's own on disk.
 
-    page_bytes, state_bytes: sizes of a page and of a state; a checkpoint whose last page is not full holds that one too.
+    page_bytes, state_bytes: sizes of a page and of a state; a checkpoint holds its last page too.
     """
 
     def __init__(self, tree: Tree, page_bytes: int, state_bytes: int, budget: int, disk: DiskTier | None, counters: Counters):
@@ -35,8 +35,8 @@ class Store:
             self._attach(disk)
 
     def bytes_of(self, checkpoint: Checkpoint) -> int:
-        """Bytes that are the checkpoint's own, without the whole pages before it."""
-        return self.state_bytes + (self.page_bytes if checkpoint.length % PAGE else 0)
+        """Bytes that are the checkpoint's own, without the pages before its last."""
+        return self.state_bytes + self.page_bytes
 
     def make_room(self, size: int) -> None:
         """Let `size` more bytes fit into host memory; NoRoom where they cannot, and then nothing has gone."""
@@ -56,10 +56,10 @@ class Store:
         node.data = data
         self._count(data.nbytes)
 
-    def put_state(self, checkpoint: Checkpoint, state: np.ndarray, tail: np.ndarray | None) -> None:
+    def put_state(self, checkpoint: Checkpoint, state: np.ndarray, tail: np.ndarray) -> None:
         """Keep a checkpoint's own bytes in host memory, for which there is room."""
         checkpoint.state, checkpoint.tail = state, tail
-        self._count(state.nbytes + (0 if tail is None else tail.nbytes))
+        self._count(state.nbytes + tail.nbytes)
 
     def abandon(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint back that was hung in host memory, however far it was filled."""
@@ -78,8 +78,8 @@ class Store:
         """Write to disk what is not there yet of a checkpoint in host memory and of its pages; whether it is there now."""
         if checkpoint.file is not None:
             return True
-        disk, state = self.disk, checkpoint.state
-        if disk is None or not disk.writable or state is None:
+        disk, state, tail = self.disk, checkpoint.state, checkpoint.tail
+        if disk is None or not disk.writable or state is None or tail is None:
             return False
         tree, path, pinned = self.tree, checkpoint.node.path(), checkpoint.pins
         tree.hang(checkpoint, DISK)  # its pages are needed on disk from here on
@@ -88,7 +88,7 @@ class Store:
             missing = [node for node in path if node.file is None]
             for run in _runs(missing):
                 self._write_run(disk, run)
-            node, pieces = checkpoint.node, [state] if checkpoint.tail is None else [state, checkpoint.tail]
+            node = checkpoint.node
             fields = {
                 "after": node.digest.hex(),
                 "key": base64.b64encode(checkpoint.key).decode(),
@@ -96,7 +96,7 @@ class Store:
                 "kind": checkpoint.kind,
             }
             name = f"{chain(node.digest, checkpoint.key).hex()}-{checkpoint.length}.{STATE}"
-            checkpoint.file = self._write(disk, name, STATE, fields, pieces)
+            checkpoint.file = self._write(disk, name, STATE, fields, [state, tail])
             checkpoint.file.refs = 1
         except NoRoom:
             self._free_disk(checkpoint, elsewhere=True)
@@ -122,8 +122,7 @@ class Store:
                 at = node.file
                 self.put_page(node, disk.read(at, node.index))
             at = file
-            state = disk.read(file, 0)
-            self.put_state(checkpoint, state, disk.read(file, 1) if checkpoint.length % PAGE else None)
+            self.put_state(checkpoint, disk.read(file, 0), disk.read(file, 1))
             disk.touch(file)
             done = True
         except BadFile as error:
@@ -257,13 +256,13 @@ class Store:
                 fields, sizes = file.contents.fields, [size for _, size, _ in file.contents.pieces]
                 if file.contents.kind == PAGES:
                     keys = [base64.b64decode(key) for key in fields["keys"]]
-                    if sizes != [self.page_bytes] * len(keys) or not keys or any(len(key) < 4 * PAGE for key in keys):
+                    if sizes != [self.page_bytes] * len(keys) or not keys or any(len(key) < 4 * (PAGE + 1) for key in keys):
                         raise ValueError
                     runs[bytes.fromhex(fields["after"])].append((file, keys))
                 elif file.contents.kind == STATE:
                     length, kind, key = int(fields["length"]), fields["kind"], base64.b64decode(fields["key"])
-                    own = [self.state_bytes] + [self.page_bytes] * bool(length % PAGE)
-                    if sizes != own or kind not in KINDS or len(key) < length % PAGE * 4:
+                    own = [self.state_bytes, self.page_bytes]
+                    if sizes != own or kind not in KINDS or length < 1 or len(key) < ((length - 1) % PAGE + 1) * 4:
                         raise ValueError
                     states.append((file, bytes.fromhex(fields["after"]), key, length, kind))
                 else:
@@ -283,7 +282,7 @@ class Store:
                         waiting.append(node)
         for file, after, key, length, kind in states:
             node = known.get(after)
-            if node is not None and length // PAGE == node.depth and key not in node.checkpoints:
+            if node is not None and (length - 1) // PAGE == node.depth and key not in node.checkpoints:
                 checkpoint = Checkpoint(node, key, length, kind, file=file)
                 file.refs = 1
                 tree.hang(checkpoint, DISK)

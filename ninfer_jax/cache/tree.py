@@ -4,6 +4,9 @@ A page's data is worth keeping for one reason: a checkpoint at or below it, sinc
 recurrent states at their end. So every node counts the checkpoints at or below it, one count a tier, and a count that falls to
 zero frees the data. The node itself stays for a while, as a page that was seen: where a prompt matches further than any
 checkpoint reaches, others have been there before, and a checkpoint at that branch point will serve the next.
+
+A page stands for 64 tokens and the one after them, which the MTP layer's entry of its last token is made of. So the page that ends
+where a checkpoint does, whose next token nobody knows, is the checkpoint's own: its tail, as is one that is not full.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from ninfer_jax.config import PAGE
 HOST, DISK = 0, 1  # tiers
 TIERS = ("host", "disk")
 MAX_SEEN = 65_536  # pages without data that are remembered: 16 MiB of token ids
+_IDS = 4 * PAGE  # bytes of a page's own ids in a key
 
 
 class Media(NamedTuple):
@@ -40,10 +44,10 @@ def key_of(tokens: np.ndarray, start: int, stop: int, media: Sequence[Media] = (
 
 @dataclass(eq=False, slots=True)
 class Checkpoint:
-    """Recurrent and convolution states after exactly `length` tokens, which end `length` % 64 tokens into the page after `node`.
+    """Recurrent and convolution states after exactly `length` tokens, which end 1 to 64 tokens into the page after `node`.
 
     key: of those last tokens. kind: why it was taken (`policy`). used: a clock, larger is later. pins: those who rely on it now.
-    state, tail: uint8 arrays in host memory, None if not there; tail holds the page that is not full. file: on disk, or None.
+    state, tail: uint8 arrays in host memory, None if not there; tail is the page that they end in. file: on disk, or None.
     """
 
     node: Node
@@ -62,7 +66,7 @@ class Checkpoint:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A page: its key, the digest of all keys down to it, and what is known of it.
+    """A page: its key, of 65 tokens, the digest of all keys down to it, and what is known of it.
 
     counts: checkpoints at or below, `[tiers]`. data: uint8 array in host memory, or None. file, index: where on disk, or None.
     """
@@ -88,7 +92,8 @@ class Node:
 
 
 class Match(NamedTuple):
-    """checkpoint: the deepest one on the prompt's way, or None. pages: of the prompt that were seen before, checkpoint or not."""
+    """checkpoint: the deepest one on the prompt's way, or None. pages: of the prompt whose 64 tokens were seen before, checkpoint
+    or not."""
 
     checkpoint: Checkpoint | None
     pages: int
@@ -122,18 +127,20 @@ class Tree:
                 if deeper and checkpoint.key == key_of(tokens, node.depth * PAGE, length, media):
                     found = checkpoint
             start = node.depth * PAGE
-            child = node.children.get(key_of(tokens, start, start + PAGE, media)) if start + PAGE <= len(tokens) else None
+            child = node.children.get(key_of(tokens, start, start + PAGE + 1, media)) if start + PAGE < len(tokens) else None
             if child is None:
-                return Match(found, node.depth)
+                last = key_of(tokens, start, start + PAGE, media)
+                seen = start + PAGE <= len(tokens) and any(key[:_IDS] + key[_IDS + 4 :] == last for key in node.children)
+                return Match(found, node.depth + seen)
             node = child
             if node in self._leaves:
                 self._leaves.move_to_end(node)
 
     def extend(self, tokens: np.ndarray, media: Sequence[Media] = ()) -> Node:
-        """The node of the last whole page of `tokens`; pages that were not known are added."""
+        """The node of the last whole page of `tokens` that another token follows; pages that were not known are added."""
         node = self.root
-        for start in range(0, len(tokens) - PAGE + 1, PAGE):
-            node = self.child(node, key_of(tokens, start, start + PAGE, media))
+        for start in range(0, len(tokens) - PAGE, PAGE):
+            node = self.child(node, key_of(tokens, start, start + PAGE + 1, media))
         self.forget()
         return node
 

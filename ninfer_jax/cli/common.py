@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ninfer_jax.cli.entry import INTERRUPTED
 from ninfer_jax.config import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PRESETS, RECIPES
-from ninfer_jax.config.engine import DTYPES, KERNELS
+from ninfer_jax.config.engine import CACHE_MODES, DTYPES, KERNELS
 from ninfer_jax.files import printable
 from ninfer_jax.model_path import TINY
 from pallas_kernels.kv_formats import FORMATS, PAGE
@@ -54,6 +54,11 @@ Chunk = Annotated[
 ]
 Dtype = Annotated[str, _Option(help=f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")]
 Kernels = Annotated[str, _Option(help=f"On a CPU: {', '.join(f'{name} ({words})' for name, words in KERNELS.items())}.")]
+_MODES = ", ".join(f"{name} ({words})" for name, words in CACHE_MODES.items())
+PrefixCache = Annotated[str, _Option(help=f"Whether prefilled prefixes are kept: {_MODES}.")]
+CacheBytes = Annotated[int | None, _Option(help="Host memory for them; default: a quarter of what is free, at most 8 GiB.")]
+CacheDir = Annotated[Path | None, path_option("Keep prefixes from start to start; made if it is not there.", metavar="DIRECTORY")]
+CacheDirBytes = Annotated[int | None, _Option(help="Bytes of it at most; default: 64 GiB.")]
 NoVerify = Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")]
 NoTokenizer = Annotated[
     bool, _Option("--no-tokenizer", help="Do without a tokenizer: token ids alone, as many as the output head has rows.")

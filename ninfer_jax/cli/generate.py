@@ -45,6 +45,13 @@ def generate(
     kernels: common.Kernels = "auto",
     pool: common.Pool = None,
     prefill_chunk: common.Chunk = None,
+    session: Annotated[
+        Path | None, common.path_option("Go on with the conversation of this file, or begin it; the answer is added.")
+    ] = None,
+    prefix_cache: common.PrefixCache = "auto",
+    cache_bytes: common.CacheBytes = None,
+    cache_dir: common.CacheDir = None,
+    cache_dir_bytes: common.CacheDirBytes = None,
     programs: Annotated[
         Path | None,
         common.path_option("Executables from `ninfer-jax compile`; only from a directory you trust.", metavar="DIRECTORY"),
@@ -85,10 +92,17 @@ def generate(
             "pool": pool,
             "prefill_chunk": prefill_chunk,
             "tokenizer": None if no_tokenizer else "auto",
+            "prefix_cache": "exact" if session is not None and prefix_cache == "auto" else prefix_cache,
+            "cache_bytes": cache_bytes,
+            "cache_dir": cache_dir,
+            **({} if cache_dir_bytes is None else {"cache_dir_bytes": cache_dir_bytes}),
         }
+        if session is not None and prefix_cache == "off":
+            raise ValueError("--session needs the prefix cache, --prefix-cache is off: leave one of them out")
         options = {"enable_thinking": False} if no_thinking else {}
         given_sampling = {name: value for name, value in sampling.items() if value is not None}
-        _run(console, path, given, as_json, options, given_sampling, shapes, {"programs": programs, "verify": not no_verify})
+        loading = {"programs": programs, "verify": not no_verify}
+        _run(console, path, given, as_json, options, given_sampling, shapes, loading, session)
 
 
 def _run(
@@ -100,8 +114,10 @@ def _run(
     sampling: dict[str, Any],
     shapes: dict[str, Any],
     loading: dict[str, Any],
+    session: Path | None = None,
 ) -> None:
     # Imported here so that --help and mistakes in the arguments do not wait for JAX.
+    from ninfer_jax.cli.session import Session
     from ninfer_jax.config import EngineConfig
     from ninfer_jax.decoding import SamplingParams
 
@@ -110,15 +126,24 @@ def _run(
 
     def refuse(requests: Requests) -> None:
         """Whatever the engine would refuse once it is compiled."""
-        requests.sequence(given, requests.default_params(**sampling), options)
+        whole = given if talk is None else talk.with_more(given, requests)
+        requests.sequence(whole, requests.default_params(**sampling), options)
 
+    talk = None if session is None else Session(session)
     engine = _load(console, path, config, loading | {"before": refuse})
+    if talk is not None:
+        talk.open(engine)
+        given = talk.with_more(given, engine.requests)
     params = engine.default_params(**sampling)
     completion = _answer(console, engine, given, params, options, _header(path.name, engine), quiet=as_json)
     if as_json:
         print(json.dumps(_as_json(engine, completion), ensure_ascii=False))
     else:
         _statistics(console, engine, completion)
+    engine.settle()
+    engine.close()
+    if talk is not None:
+        talk.save(engine, given, completion)
 
 
 def _input(source: str | None, prompt: str | None, messages: Path | None, tokens: str | None) -> str | list:
@@ -223,7 +248,8 @@ def _as_json(engine: Engine, completion: Completion) -> dict[str, Any]:
 def _statistics(console: Console, engine: Engine, completion: Completion) -> None:
     stats, count = completion.stats, len(completion.tokens)
     parts = [
-        f"{completion.prompt_tokens} prompt tokens in {stats.prefill_s:.2f} s",
+        f"{completion.prompt_tokens} prompt tokens in {stats.prefill_s:.2f} s"
+        + (f" ({stats.cached_tokens} from the cache)" if stats.cached_tokens else ""),
         f"{count} tokens in {stats.decode_s:.2f} s" + (f" ({(count - 1) / stats.decode_s:.1f}/s)" if stats.decode_s > 0 else ""),
         f"finish {completion.finish_reason}",
     ]

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ninfer_jax.cli import common
+from ninfer_jax.config import PAGE
 from ninfer_jax.files import new_directory, new_file
 from ninfer_jax.model_path import TINY
 
@@ -41,6 +42,8 @@ def plan(
     dtype: common.Dtype = "auto",
     kernels: common.Kernels = "auto",
     no_tokenizer: common.NoTokenizer = False,
+    prefix_cache: common.PrefixCache = "exact",
+    cache_bytes: common.CacheBytes = None,
     as_json: Annotated[bool, _Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compile for a card that need not be here and say where every byte goes. Exit 3 if it does not fit, without compiling
@@ -51,11 +54,13 @@ def plan(
         from ninfer_jax.programs.plan import make_plan
 
         setup = _setup(model, recipe, target, shapes)
-        made = make_plan(setup, target, _card_bytes(target))
+        card = _card_bytes(target)
+        kept = _kept(setup, target, card, prefix_cache, cache_bytes)
+        made = make_plan(setup, target, card, kept=kept)
         if not _hopeless(made):
             _start_compiler(target)
             with tempfile.TemporaryDirectory() as folder:
-                made = make_plan(setup, target, made.card, _compile(console, setup, target, Path(folder)))
+                made = make_plan(setup, target, made.card, _compile(console, setup, target, Path(folder)), kept)
     if as_json:
         print(json.dumps(made.json()))
     else:
@@ -153,6 +158,19 @@ def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) 
     return setup
 
 
+def _kept(setup: Setup, target: str, free: int, prefix_cache: str, cache_bytes: int | None) -> int:
+    """Host memory for prefixes; ValueError where it holds none. Whose memory is not here may take the most."""
+    from ninfer_jax.config import EngineConfig
+    from ninfer_jax.engine.prefix_settings import budget_of, check_budget, mode_of
+
+    config = EngineConfig(prefix_cache=prefix_cache, cache_bytes=cache_bytes)
+    if mode_of(config, many=True) == "off":
+        return 0
+    programs, budget = setup.programs(), budget_of(config, free if target == "cpu" else None)
+    check_budget(budget, programs.staging_bytes, programs.page_bytes, programs.chunk)
+    return budget
+
+
 def _hopeless(made: Plan) -> bool:
     """Nothing that a compiler says could make it fit."""
     return made.resident + made.allowance > made.card
@@ -229,6 +247,14 @@ def _show(console: Console, made: Plan, setup: Setup) -> None:
     console.print(table)
     fitting = ", ".join(f"{format} {tokens:,}" for format, tokens in made.max_context.items())
     console.print(f"largest context a slot that would fit, by KV format: {fitting}", soft_wrap=True)
+    if made.kept:
+        pages = max(0, made.kept - made.staging) // made.page * PAGE
+        console.print(
+            f"host memory for kept prefixes: at most {made.kept:,} bytes ({made.kept / 2**30:.3f} GiB): a checkpoint takes "
+            f"{made.staging:,} and {made.page:,} for each {PAGE} tokens before it; so {made.kept // (made.staging + made.page):,} "
+            f"short ones, or one of {pages:,} tokens",
+            soft_wrap=True,
+        )
 
 
 def _advice(made: Plan) -> str:

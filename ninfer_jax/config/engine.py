@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from ninfer_jax.files import shown
+from ninfer_jax.files import shown, user_path
 from pallas_kernels.kv_formats import PAGE, check_format
 
 MAX_CONTEXT = 262_144
@@ -13,6 +14,13 @@ MAX_SLOTS = 4
 DTYPES = ("auto", "float32", "bfloat16")
 # Whose kernels a CPU runs -> what help texts say of them.
 KERNELS = {"auto": "what suits the device", "cpu": "compiled by LLVM for this CPU", "xla": "XLA's own operations"}
+# Modes of the prefix cache -> what help texts say of them.
+CACHE_MODES = {
+    "auto": "exact for many callers, else off",
+    "exact": "warm answers equal cold ones",
+    "fast": "less is prefilled again, last bits may differ",
+    "off": "nothing is kept",
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,11 @@ class EngineConfig:
     kernels: what a round runs through on a CPU. "cpu", which "auto" takes there: kernels that LLVM compiles, in which a row has the
         same bits whatever runs beside it. "xla": XLA's own operations, whose last bits follow their shapes, so that tokens near a
         tie may differ with drafts or beside other sequences. On a card only "auto".
+    prefix_cache: whether what was prefilled is kept for prompts that begin alike (`docs/prefix_cache.md`). "exact": answers are
+        bit for bit what they are without. "fast": less is prefilled again, and an answer may differ where two tokens are nearly
+        equally likely. "off". "auto" is "exact" in an engine for many callers and "off" in the blocking one.
+    cache_bytes: host memory for it; None takes a quarter of what is free, at most 8 GiB.
+    cache_dir: a directory that keeps it from start to start, of at most cache_dir_bytes; None keeps nothing.
     """
 
     context: int | None = None
@@ -44,6 +57,10 @@ class EngineConfig:
     dtype: str = "auto"
     tokenizer: str | None = "auto"
     kernels: str = "auto"
+    prefix_cache: str = "auto"
+    cache_bytes: int | None = None
+    cache_dir: str | Path | None = None
+    cache_dir_bytes: int = 64 << 30
 
     def __post_init__(self) -> None:
         _between("slots", self.slots, 1, MAX_SLOTS)
@@ -66,6 +83,15 @@ class EngineConfig:
             )
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels is {shown(self.kernels)}, known are {', '.join(KERNELS)}")
+        if self.prefix_cache not in CACHE_MODES:
+            raise ValueError(f"prefix_cache is {shown(self.prefix_cache)}, known are {', '.join(CACHE_MODES)}")
+        if self.cache_bytes is not None:
+            _between("cache_bytes", self.cache_bytes, 1, 1 << 50)
+        _between("cache_dir_bytes", self.cache_dir_bytes, 1, 1 << 60)
+        if self.cache_dir is not None:
+            user_path(self.cache_dir, "cache_dir")
+            if self.prefix_cache == "off":
+                raise ValueError("cache_dir is given, but prefix_cache is 'off': take 'exact' or 'fast', or leave cache_dir out")
 
 
 def _between(field: str, value: object, low: int, high: int) -> None:

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ninfer_jax.cache import Counters
 from ninfer_jax.config import EngineConfig
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.engine.channel import Channel
 from ninfer_jax.engine.engine import Engine
 from ninfer_jax.engine.load import Load, load_of
+from ninfer_jax.engine.prefix_settings import mode_of
 from ninfer_jax.engine.requests import Prompt
 from ninfer_jax.engine.results import AnswerLost, Completion, Delta, EngineStopped, QueueFull, first_line
 from ninfer_jax.engine.sequence import Sequence
@@ -120,7 +122,10 @@ class AsyncEngine:
 
     @classmethod
     def open(cls, path: str | Path, config: EngineConfig | None = None, *, queue: int = 64, **options: Any) -> AsyncEngine:
-        """The engine of a model directory; options: of `Engine.load`, which says what is refused."""
+        """The engine of a model directory, with a prefix cache unless `config` says otherwise; options: of `Engine.load`, which
+        says what is refused."""
+        config = config or EngineConfig()
+        config = dataclasses.replace(config, prefix_cache=mode_of(config, many=True))
         return cls(Engine.load(path, config, **options), queue=queue)
 
     @property
@@ -138,6 +143,11 @@ class AsyncEngine:
         """A line for each setting of the model's files that has no effect here."""
         return self._engine.notes
 
+    @property
+    def prefix_counters(self) -> Counters | None:
+        """Counters of the prefix cache since the engine started, as they stand; None where there is none."""
+        return self._engine.prefix_counters
+
     def default_params(self, **changes: Any) -> SamplingParams:
         """The model's own sampling defaults, with `changes` on top."""
         return self._engine.default_params(**changes)
@@ -153,6 +163,7 @@ class AsyncEngine:
             "kv": shape.kv,
             "draft": shape.draft,
             "dtype": str(shape.dtype),
+            "prefix_cache": self._engine.prefix_cache,
         }
 
     def load(self) -> Load:

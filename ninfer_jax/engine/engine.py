@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from ninfer_jax.cache import Counters
 from ninfer_jax.config import EngineConfig, ModelConfig, config_notes
 from ninfer_jax.decoding import SamplingParams
-from ninfer_jax.engine import allocator
-from ninfer_jax.engine.memory import check_memory, compiled_workspace, free_bytes
+from ninfer_jax.engine import allocator, sessions
+from ninfer_jax.engine.identity import identity_of
+from ninfer_jax.engine.kept_prefixes import KeptPrefixes
+from ninfer_jax.engine.memory import check_memory, compiled_workspace, free_bytes, host_bytes
+from ninfer_jax.engine.prefix_settings import budget_of, check_budget, mode_of, open_prefixes
 from ninfer_jax.engine.requests import Prompt, Requests
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
@@ -101,6 +105,8 @@ class Engine:
         ready, text = setup.programs(), setup.text_model()
         # Whatever can be refused is refused before the minutes that compiling takes: weights are read, and checked, first.
         weights.check(text)
+        if (kept := mode_of(config)) != "off":
+            check_budget(budget_of(config, host_bytes()), ready.staging_bytes, ready.page_bytes, ready.chunk)
         stored = None if programs is None else StoredPrograms.open(programs, setup, ready)
         free = free_bytes(jax.devices()[0])
         check_memory(ready, free, stored.workspace_bytes if stored else 0)
@@ -111,6 +117,9 @@ class Engine:
             ready.compile_all(lambda done, total: tell("programs", done, total))
             check_memory(ready, free, compiled_workspace(ready))
         runner = Runner(ready, parameters, ready.allocate())
+        if kept != "off":
+            identity = partial(identity_of, setup, ready, weights, kept)
+            runner.prefixes = open_prefixes(runner.pool, config, kept, budget_of(config, host_bytes()), identity)
         return cls(runner, ready, words.tokenizer, words.template, words.defaults, model_config, notes, started_at)
 
     @property
@@ -125,8 +134,19 @@ class Engine:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line for each setting of the checkpoint's files that is passed over or has no effect here."""
-        return self._notes
+        """A line for each setting of the checkpoint's files that is passed over or has no effect here, and for each file of
+        `cache_dir` that cannot be used."""
+        return (*self._notes, *(self._kept.told if self._kept else ()))
+
+    @property
+    def prefix_cache(self) -> str:
+        """Mode of the prefix cache: "exact", "fast" or "off"."""
+        return self._kept.mode if self._kept else "off"
+
+    @property
+    def prefix_counters(self) -> Counters | None:
+        """Counters of the prefix cache since the engine started; None where there is none."""
+        return self._kept.counters if self._kept else None
 
     @property
     def programs(self) -> Programs:
@@ -218,6 +238,31 @@ class Engine:
             raise ValueError(f"score: {len(ids)} tokens, the context holds {self.context}")
         return self._runner.score(ids)
 
+    def settle(self) -> None:
+        """Do what the prefix cache has put off until nobody waits: prefill of answers (in exact mode), files. An engine for many
+        callers does it by itself."""
+        while self._runner.idle():
+            pass
+
+    def close(self) -> None:
+        """End the prefix cache: what is in host memory goes to `cache_dir` first."""
+        self._runner.prefixes.close(save=True)
+
+    def save(self, conversation: Prompt, path: str | Path, **template_options: Any) -> int:
+        """Write a conversation to a file from which it goes on in another process; how many of its tokens will need no prefill
+        there: all in fast mode, in exact mode those up to the last multiple of `prefill_chunk`. conversation: prompt and answer, as
+        messages, token ids or text. FileError where the file cannot be written, ValueError without a prefix cache."""
+        messages = bool(conversation) and not isinstance(conversation, str) and isinstance(conversation[0], Mapping)
+        options = {"add_generation_prompt": False} | template_options if messages else template_options
+        ids = self.requests.prompt_ids(conversation, options)
+        given = conversation if messages or isinstance(conversation, str) else ids
+        return sessions.save(self._sessions("save"), ids, given, path)
+
+    def resume(self, path: str | Path) -> Any:
+        """The conversation of a file that `save` wrote: the next prompt that begins with it needs no prefill for what the file
+        holds. FileError, one line, where the file is damaged or of another model, format or code."""
+        return sessions.load(self._sessions("resume"), path)
+
     def prompt_ids(self, prompt: Prompt, **template_options: Any) -> list[int]:
         """The token ids that a prompt becomes."""
         return self.requests.prompt_ids(prompt, template_options)
@@ -260,3 +305,13 @@ class Engine:
         sequence = self.requests.sequence(prompt, params, template_options)
         sequence.stats.kv_bytes_per_token = self.kv_bytes_per_token
         return sequence
+
+    @property
+    def _kept(self) -> KeptPrefixes | None:
+        prefixes = self._runner.prefixes
+        return prefixes if isinstance(prefixes, KeptPrefixes) else None
+
+    def _sessions(self, what: str) -> KeptPrefixes:
+        if self._kept is None:
+            raise ValueError(f"{what}: the engine keeps no prefixes; load it with EngineConfig(prefix_cache='exact')")
+        return self._kept

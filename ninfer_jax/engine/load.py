@@ -35,11 +35,15 @@ def load_of(runner: Runner, **more: float) -> Load:
             slots[sequence.lease.slot] = {"state": state, "tokens": sequence.prefilled + len(sequence.tokens)}
     counts = dataclasses.asdict(runner.counts)
     cached = {"slot": counts.pop("cached")}
+    numbers: dict[str, float] = {f"engine_{name}": value for name, value in {**counts, **more}.items()}
+    if (prefixes := runner.prefixes.counters) is not None:
+        cached = {"host": prefixes.cached_host, "disk": prefixes.cached_disk}
+        numbers |= {f"prefix_{name}": value for name, value in dataclasses.asdict(prefixes).items()}
     return Load(
         slots,
         sum(s.lease is None for s in live),
         (runner.pool_tokens - runner.free_tokens) // PAGE,
         runner.pool_tokens // PAGE,
         cached,
-        {f"engine_{name}": value for name, value in {**counts, **more}.items()},
+        numbers,
     )

@@ -24,9 +24,14 @@ def free_bytes(device: jax.Device) -> int | None:  # pyright: ignore[reportInval
     """Bytes that a process may still take on `device`; None where nothing tells. On a CPU what the machine has available or, where
     that is less, the process's control groups allow."""
     if device.platform == "cpu":
-        return min((n for n in (available_bytes(), *group_bytes()) if n is not None), default=None)
+        return host_bytes()
     stats = device.memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats else None
+
+
+def host_bytes() -> int | None:
+    """Bytes of main memory that a process may still take; None where nothing tells."""
+    return min((n for n in (available_bytes(), *group_bytes()) if n is not None), default=None)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
+from ninfer_jax.cache import Counters
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.slot_pool import Lease
 
@@ -12,6 +13,15 @@ from ninfer_jax.engine.slot_pool import Lease
 class Prefixes(Protocol):
     """All calls come from the thread that owns the device, between two transactions. What they raise costs the entry, no answer,
     unless it came out of a transaction."""
+
+    @property
+    def counters(self) -> Counters | None:
+        """Numbers of what the cache did; None without one."""
+        ...
+
+    def give_way(self) -> None:
+        """Somebody waits for a slot: give back those that idle time was used with."""
+        ...
 
     def shared(self, sequence: Sequence) -> SequenceOf[int]:
         """Pages that shall be the first ones of `sequence`. Asked before each try to admit it, of which all but the last fail."""
@@ -41,6 +51,11 @@ class Prefixes(Protocol):
 
 class NoPrefixes:
     """No cache."""
+
+    counters: Counters | None = None
+
+    def give_way(self) -> None:
+        pass
 
     def shared(self, sequence: Sequence) -> SequenceOf[int]:
         return ()

@@ -214,6 +214,11 @@ class Runner:
         self._book_flights(keep=int(self.look_ahead and len(flights) > 1 and flights[-1].drafts is not None))
         return True
 
+    def idle(self) -> bool:
+        """One piece of the cache's work that could wait, unless somebody is at work; whether there is more."""
+        self._tidy()
+        return not len(self._scheduler) and bool(self._ask(self.prefixes.idle))
+
     def _tidy(self) -> None:
         """Bring the books in order, whatever has struck since the last call."""
         self._check_owner()
@@ -246,6 +251,8 @@ class Runner:
         """Slots for those that are to have one; whether there were any."""
         self._tidy()
         admitted = False
+        if self._scheduler.waiting:
+            self._ask(self.prefixes.give_way)
         while self.pool.busy < self.pool.programs.shape.slots:
             sequence = self._scheduler.for_a_slot(self._admitted)
             if sequence is None:

@@ -7,6 +7,7 @@ plain model runs over those.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,6 +39,14 @@ class CheckpointWeights:
         self.has_mtp = self._checkpoint.has_mtp
         self.files = {info.file for info in self._checkpoint.tensors.values()}
 
+    def digest(self) -> str:
+        """SHA-256 of the files' contents, read whole."""
+        sha = hashlib.sha256()
+        for file in sorted(self.files):
+            with file.open("rb") as opened:
+                sha.update(hashlib.file_digest(opened, "sha256").digest())
+        return sha.hexdigest()
+
     def check(self, model: TextModel) -> None:
         """ValueError for tensors that do not fit, by the files' headers, before anything expensive."""
         iter_parameters(self._checkpoint, parameter_specs(model), ignore_prefixes=() if model.has_mtp else ("mtp.",))
@@ -59,6 +68,11 @@ class ArtifactWeights:
     def __init__(self, path: Path, verify: bool = True):
         self.artifact, self._verify = Artifact.open(path), verify
         self.has_mtp = self.artifact.has_mtp
+
+    def digest(self) -> str:
+        """SHA-256 of the arrays' digests, as the manifest has them."""
+        names = (f"{a.group}/{a.name} {a.sha256}\n" for arrays in self.artifact.groups.values() for a in arrays)
+        return hashlib.sha256("".join(sorted(names)).encode()).hexdigest()
 
     @property
     def recipe(self) -> Recipe | None:

@@ -28,7 +28,8 @@ class Plan:
     """Bytes. weights: by role. kv: page pools, the MTP layer's included. state: recurrent and convolution states, slots,
     sampling. staging: one slot's state on its way to the host or back. workspace: temporaries and results that reuse nothing,
     by program; one program runs at a time, so the largest counts. executables: serialised sizes. All but `allowance` come from
-    the compiler or from array shapes.
+    the compiler or from array shapes. kept, page: of host memory, the most that prefixes are kept in, and of one page there; of
+    `total` they are no part.
     """
 
     target: str
@@ -41,6 +42,8 @@ class Plan:
     executables: int
     allowance: int
     max_context: Mapping[str, int]
+    kept: int = 0
+    page: int = 0
 
     @property
     def resident(self) -> int:
@@ -76,12 +79,17 @@ class Plan:
             "slack_bytes": self.slack,
             "fits": self.fits,
             "max_context": dict(self.max_context),
+            "host_cache_bytes": self.kept,
+            "host_cache_bytes_per_checkpoint": self.staging,
+            "host_cache_bytes_per_page": self.page,
         }
 
 
-def make_plan(setup: Setup, target: str, card_bytes: int, compiled: Mapping[str, tuple[Compilation, int]] | None = None) -> Plan:
+def make_plan(
+    setup: Setup, target: str, card_bytes: int, compiled: Mapping[str, tuple[Compilation, int]] | None = None, kept: int = 0
+) -> Plan:
     """compiled: each serving program's `Compilation` and the size of its executable; None takes `WORKSPACE_ALLOWANCE` for
-    all, as "allowance"."""
+    all, as "allowance". kept: host memory for prefixes."""
     programs = setup.programs()
     _, (parameters, state), _ = programs.source("decode_round")
     weights: collections.Counter = collections.Counter()
@@ -101,6 +109,8 @@ def make_plan(setup: Setup, target: str, card_bytes: int, compiled: Mapping[str,
         executables=sum(size for _, size in (compiled or {}).values()),
         allowance=CONTEXT_ALLOWANCE if setup.platform != "cpu" else 0,
         max_context={},
+        kept=kept,
+        page=programs.page_bytes,
     )
     left = plan.slack + plan.kv
     return dataclasses.replace(plan, max_context=max_contexts(setup, left))

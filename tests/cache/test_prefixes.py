@@ -54,10 +54,10 @@ def test_pages_that_were_seen_are_those_that_any_prompt_had(seed, make):
     for prompt in conversations(rng, 40):
         with cache.find(prompt) as hit:
             shared = (
-                next((i for i, (a, b) in enumerate(zip(p, prompt, strict=False)) if a != b), min(len(p), len(prompt)))
+                next((i for i, (a, b) in enumerate(zip(p[:-1], prompt, strict=False)) if a != b), min(len(p) - 1, len(prompt)))
                 for p in prompts
             )
-            assert hit.seen == max((s // PAGE * PAGE for s in shared), default=0)
+            assert hit.seen == max((s // PAGE * PAGE for s in shared), default=0)  # a prompt's last token only ends its last page
         cache.seen(prompt)
         prompts.append(prompt)
         cache.check()
@@ -126,7 +126,7 @@ def test_an_error_while_bytes_are_fetched_leaves_nothing_behind(make):
         raise RuntimeError("lost")
 
     with pytest.raises(RuntimeError, match="lost"):
-        cache.keep([1] * 200, "end", lambda: (np.zeros(STATE_BYTES, np.uint8), None), fail)
+        cache.keep([1] * 200, "end", lambda: np.zeros(STATE_BYTES, np.uint8), fail)
     cache.check()
     assert cache.counters.host_bytes == 0 and cache.find([1] * 200).length == 0
 
@@ -139,7 +139,7 @@ def test_an_interrupt_in_the_middle_begins_afresh(make):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.keep([2] * 200, "end", lambda: (np.zeros(STATE_BYTES, np.uint8), None), interrupt)
+        cache.keep([2] * 200, "end", lambda: np.zeros(STATE_BYTES, np.uint8), interrupt)
     assert cache.find([1] * 100).length == 0
     cache.check()
     assert keep(cache, [1] * PAGE) and cache.find([1] * 100).length == PAGE
@@ -156,6 +156,32 @@ def test_the_same_placeholders_before_another_picture_are_another_prompt(make):
     assert cache.find(prompt, media=pizza).seen == PAGE  # the page before the picture is the same
     assert cache.find(prompt).length == 0
     cache.check()
+
+
+def test_a_page_is_another_one_where_another_token_follows(make):
+    """The entries of the MTP layer in it are."""
+    cache, one, other = make(), [5] * 64 + [1] * 70, [5] * 64 + [2] * 70
+    for tokens in (one[:64], one, other):
+        assert keep(cache, tokens, "branch")
+    for tokens in (one, other, one[:64]):
+        with cache.find(tokens) as hit:
+            assert_image(hit.load(), tokens)
+    cache.check()
+
+
+def test_a_deeper_checkpoint_that_is_lost_leaves_the_one_before(make, tmp_path):
+    cache = make(folder=tmp_path / "c")
+    keep(cache, [1] * 100, "system")
+    keep(cache, [1] * 300, "branch")
+    cache.close()
+    again = make(folder=tmp_path / "c")
+    next((tmp_path / "c").glob("*-300.state")).write_bytes(b"")
+    with again.find([1] * 400) as hit:
+        assert hit.length == 300
+        assert_image(hit.load(), [1] * 100)
+        assert (hit.length, hit.tier) == (100, "disk")
+    assert (again.counters.hits_disk, again.counters.failed, again.counters.cached_tokens) == (1, 1, 100)
+    again.check()
 
 
 def test_the_newest_checkpoints_of_live_conversations_go_last(make):
@@ -177,6 +203,6 @@ def test_the_newest_checkpoints_of_live_conversations_go_last(make):
 def test_pages_merely_seen_are_forgotten_first_seen_first():
     tree = Tree(max_seen=10)
     for who in range(5):
-        tree.extend(np.full(3 * PAGE, who, np.int32))
-    assert [tree.match(np.full(3 * PAGE, who, np.int32)).pages for who in range(5)] == [0, 1, 3, 3, 3]
+        tree.extend(np.full(3 * PAGE + 1, who, np.int32))
+    assert [tree.match(np.full(3 * PAGE + 1, who, np.int32)).pages for who in range(5)] == [0, 1, 3, 3, 3]
     assert tree.pages == 10

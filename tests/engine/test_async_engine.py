@@ -1,58 +1,21 @@
-"""The engine for many callers: answers are those of one caller, whoever else is there, whatever fails, and however they are read."""
+"""The engine for many callers: answers are those of one caller, whoever else is there, whatever fails, however they are read."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
+import gc
+import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
+from shared import LONG, PARAMS, PROMPTS, same
 
-from ninfer_jax import AnswerLost, AsyncEngine, EngineStopped, QueueFull, SamplingParams
-from ninfer_jax.engine import sequence as sequence_module
+from ninfer_jax import AsyncEngine, SamplingParams
+from ninfer_jax.programs import compilations
 
 pytestmark = pytest.mark.micro
-
-LENGTHS = (3, 70, 20, 130, 64, 200, 1, 90)
-PROMPTS = [np.random.default_rng(seed).integers(0, 1000, length).tolist() for seed, length in enumerate(LENGTHS)]
-GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
-PARAMS = [
-    replace(GREEDY, temperature=0.9 * (at % 2), seed=at, max_new_tokens=5 + 3 * at, logprobs=2 if at % 3 == 0 else None)
-    for at in range(len(LENGTHS))
-]
-LONG = replace(GREEDY, max_new_tokens=180)
-
-
-@pytest.fixture(scope="module")
-def right(micro_engine) -> list:
-    """Each request alone, without drafts, by the blocking engine."""
-    return [micro_engine.generate(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
-
-
-@pytest.fixture
-def shared(micro_drafting):
-    """Two slots, one draft; all of it is free again when a test has ended."""
-    engine = AsyncEngine(micro_drafting, queue=30)
-    yield engine
-    assert engine.close(timeout=60)
-    runner = micro_drafting.runner
-    assert runner.busy == 0 and runner.free_tokens == runner.pool_tokens and not runner.live
-
-
-def same(ours, theirs) -> bool:
-    return (ours.tokens, ours.text, ours.finish_reason) == (theirs.tokens, theirs.text, theirs.finish_reason)
-
-
-def drained(runner) -> None:
-    """Wait until nothing is under way; fails rather than hangs."""
-    for _ in range(3000):
-        if not runner.live and runner.busy == 0:
-            return
-        time.sleep(0.01)
-    raise AssertionError("requests are still under way")
 
 
 def test_answers_to_several_threads_are_those_of_one_caller(shared, right):
@@ -89,9 +52,114 @@ def test_answers_in_an_event_loop(shared, right):
     assert all(map(same, asyncio.run(main()), right))
 
 
-def test_a_slow_reader_holds_nobody_up_and_misses_nothing(shared, right, micro_drafting):
+def test_a_slow_reader_holds_nobody_up_and_misses_nothing(shared, right, drained):
     slow = shared.submit(PROMPTS[7], PARAMS[7])
     assert same(shared.generate(PROMPTS[1], PARAMS[1]), right[1])
-    drained(micro_drafting.runner)
+    drained()
     (piece,) = slow
     assert same(piece.completion, right[7]) and piece.tokens == right[7].tokens and piece.text == right[7].text
+
+
+def test_messages_text_and_settings_are_those_of_the_engine(shared, micro_engine):
+    """Template and tokenizer run where `submit` is called, with the checkpoint's defaults where nothing is said."""
+    settings = shared.default_params(max_new_tokens=4, temperature=0)
+    messages = [{"role": "user", "content": "Hello"}]
+    ours = shared.generate(messages, settings, enable_thinking=False)
+    theirs = micro_engine.generate(messages, settings, enable_thinking=False)
+    assert same(ours, theirs) and ours.prompt_tokens == theirs.prompt_tokens
+    assert shared.generate("Hello", settings).prompt_tokens == len(shared.text.tokenizer.encode("Hello"))
+    assert (shared.context, shared.describe()["slots"], shared.describe()["draft"]) == (256, 2, 1)
+
+
+def test_what_cannot_be_computed_is_refused_where_it_is_asked(shared, right, micro_engine):
+    running = shared.submit(PROMPTS[0], PARAMS[0])
+    refused = (
+        ([], {}, "prompt is empty"),
+        ([1] * 256, {}, "the context holds 256"),
+        ([99999], {}, "token id 99999"),
+        ([1], {"deadline": 0}, "^deadline: 0 s from now is in the past$"),
+        ([1], {"deadline": -2.5}, "^deadline: -2.5 s from now is in the past$"),
+        ([1], {"deadline": float("nan")}, "in the past"),
+        ([1], {"enable_thinking": True}, "only messages go through"),
+    )
+    for prompt, options, said in refused:
+        with pytest.raises(ValueError, match=said) as caught:
+            shared.submit(prompt, LONG, **options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="queue is -1"):
+        AsyncEngine(micro_engine, queue=-1)
+    assert same(running.result(), right[0])
+
+
+def test_scoring_between_rounds(shared, right, micro_engine):
+    running = shared.submit(PROMPTS[5], PARAMS[5])
+    scores = shared.call(lambda engine: engine.score(PROMPTS[1])).result()
+    np.testing.assert_allclose(scores, micro_engine.score(PROMPTS[1]), rtol=0, atol=1e-4)
+    with pytest.raises(ZeroDivisionError):
+        shared.call(lambda engine: 1 // 0).result()
+    assert same(running.result(), right[5])
+
+
+def test_the_engine_below_is_taken(shared, micro_drafting):
+    """By another thread it would be two at a time."""
+    shared.generate([1], LONG, deadline=60)
+    for use in (
+        lambda: micro_drafting.generate([1, 2], LONG),
+        lambda: micro_drafting.score([1]),
+        lambda: micro_drafting.runner.lease(9),
+    ):
+        with pytest.raises(RuntimeError, match="belongs to an AsyncEngine"):
+            use()
+
+
+@pytest.mark.parametrize("requests", [300, pytest.param(5000, marks=pytest.mark.full)])
+def test_nothing_grows_and_nothing_is_compiled(shared, micro_engine, micro_drafting, drained, requests: int):
+    """Mixed requests from threads and an event loop, some left early, some with a deadline: a tenth is compared with its answer
+    alone; buffers, pages, slots and compilations are where they were."""
+    rng = random.Random(requests)
+
+    def wanted() -> tuple[list[int], SamplingParams]:
+        prompt = [rng.randrange(900) for _ in range(rng.choice((1, 2, 20, 63, 64, 65, 130, 200)))]
+        return prompt, SamplingParams(
+            max_new_tokens=rng.randint(1, 6),
+            temperature=rng.choice((0, 0.5, 1.3)),
+            top_k=rng.choice((0, 1, 20)),
+            frequency_penalty=rng.choice((0.0, 0.5)),
+            logprobs=rng.choice((None, 3)),
+            seed=rng.randrange(1 << 40),
+            stop=rng.choice(((), ("e",))),
+            ignore_eos=rng.random() < 0.5,
+        )
+
+    def ask(job: tuple[int, list[int], SamplingParams]):
+        at, prompt, params = job
+        running = shared.submit(prompt, params, deadline=3600 if at % 4 else None)
+        if at % 7 == 0:
+            next(iter(running))
+            running.cancel()
+            return None
+        return asyncio.run(running.wait()) if at % 5 == 0 else running.result()
+
+    def serve(count: int) -> None:
+        jobs = [(at, *wanted()) for at in range(count)]
+        with ThreadPoolExecutor(8) as threads:
+            done = list(threads.map(ask, jobs))
+        drained()
+        for (at, prompt, params), completion in zip(jobs, done, strict=True):
+            if completion is not None and at % 10 == 1:
+                assert same(completion, micro_engine.generate(prompt, params))
+
+    def live() -> tuple[int, int]:
+        gc.collect()
+        arrays = jax.live_arrays()
+        return len(arrays), sum(a.nbytes for a in arrays)
+
+    serve(40)
+    before, compiled, answers = live(), compilations(), shared.load().numbers["engine_answers"]
+    serve(requests)
+    assert live() == before
+    assert compilations() == compiled
+    load = shared.load()
+    assert load.numbers["engine_answers"] - answers == requests and load.numbers["engine_faults"] == 0
+    assert (load.waiting, load.pages_used, load.slots) == (0, 0, [{"state": "free", "tokens": 0}] * 2)
+    assert load.numbers["engine_drafted"] > load.numbers["engine_accepted"] > 0

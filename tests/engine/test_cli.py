@@ -9,9 +9,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from ninfer_jax import Engine, SamplingParams
+from ninfer_jax import Engine, EngineConfig, SamplingParams
 from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.cli.main import app
+from ninfer_jax.engine.prefix_settings import open_prefixes
+from ninfer_jax.engine.prefixes import NoPrefixes
 from ninfer_jax.text import NoTokenizer
 
 TEXT = "ROMEO.\nWhat lady is that, "
@@ -53,7 +55,8 @@ def test_json_from_stdin_with_drafts(plain_engine):
         "finish_reason": expected.finish_reason,
         "prompt_tokens": expected.prompt_tokens,
     }
-    assert set(stats) == {"prefill_s", "decode_s", "rounds", "drafted", "accepted", "compilations", "kv_bytes_per_token"}
+    seconds = {"queue_s", "prefill_s", "first_token_s", "decode_s"}
+    assert set(stats) == seconds | {"cached_tokens", "rounds", "drafted", "accepted", "compilations", "kv_bytes_per_token"}
     assert stats["drafted"] == 3 * stats["rounds"] > 0
     assert stats["compilations"] > 0 and stats["kv_bytes_per_token"] == plain_engine.kv_bytes_per_token
 
@@ -142,9 +145,51 @@ def test_options_reach_the_configuration(invoke):
         "xla",
     )
     config = invoke.asked["config"]
-    assert invoke.asked["verify"]
+    assert invoke.asked["verify"] and config.prefix_cache == "auto" and config.cache_dir is None
     assert (config.context, config.kv, config.draft, config.slots, config.dtype) == (300, "rk4v4", 4, 3, "bfloat16")
     assert config.kernels == "xla"
+
+
+@pytest.fixture
+def another_process(plain_engine, monkeypatch):
+    """Gives the engine an empty cache, as a process has that begins."""
+
+    def begin():
+        config = EngineConfig(prefix_cache="exact", cache_bytes=1 << 25)
+        prefixes = open_prefixes(plain_engine.runner.pool, config, "exact", 1 << 25, lambda: {"weights": "w"})
+        monkeypatch.setattr(plain_engine.runner, "prefixes", prefixes)
+
+    return begin
+
+
+@pytest.mark.parametrize("kind", ["--prompt", "--messages"])
+def test_a_session_goes_on_tomorrow_without_prefill(kind, invoke, plain_engine, another_process, tmp_path):
+    """Up to the last multiple of the chunk; the answer is the one to the whole conversation."""
+    files = []
+    for text in (TEXT * 8, "And then?"):
+        (file := tmp_path / f"{len(files)}.json").write_text(json.dumps([{"role": "user", "content": text}]))
+        files.append(str(file) if kind == "--messages" else text)
+    asked = ("m", "--session", "talk", "--greedy", "--max-new", "70", "--json")
+    another_process()
+    first = json.loads(invoke(*asked, kind, files[0])[0])
+    assert invoke.asked["config"].prefix_cache == "exact" and first["stats"]["cached_tokens"] == 0
+    another_process()
+    second = json.loads(invoke(*asked, kind, files[1])[0])
+    known = first["prompt_tokens"] + (len(first["tokens"]) if kind == "--prompt" else 0)
+    assert second["stats"]["cached_tokens"] >= known // 64 * 64 >= 64
+    plain_engine.runner.prefixes = NoPrefixes()
+    if kind == "--prompt":
+        whole = plain_engine.prompt_ids(files[0]) + first["tokens"] + plain_engine.prompt_ids(files[1])
+    else:
+        said = {"role": "assistant", "content": first["text"], "reasoning_content": first["reasoning"]}
+        whole = [{"role": "user", "content": TEXT * 8}, said, {"role": "user", "content": "And then?"}]
+    cold = plain_engine.generate(whole, SamplingParams(temperature=0, max_new_tokens=70))
+    assert second["prompt_tokens"] == cold.prompt_tokens and not cold.stats.cached_tokens
+    assert second["tokens"] == cold.tokens
+    other = ("--prompt", "x") if kind == "--messages" else ("--messages", str(tmp_path / "0.json"))
+    another_process()
+    refused = CliRunner().invoke(app, ["generate", "m", "--session", "talk", *other])
+    assert refused.exit_code == 1 and "--session talk holds " in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
 def test_stop_strings(invoke, plain_engine):

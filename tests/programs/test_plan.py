@@ -100,6 +100,8 @@ def test_the_command_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         (["plan", "qwen3_8_27b", "--recipe", "q3"], "known recipes: q4"),
         (["plan", "qwen3_8_27b", "--kv", "q4"], "known formats"),
         (["plan", "qwen3_8_27b", "--slots", "9"], "slots is 9"),
+        (["plan", "qwen3_8_27b", "--prefix-cache", "some"], "prefix_cache is 'some', known are auto, exact, fast, off"),
+        (["plan", "qwen3_8_27b", "--cache-bytes", "100000"], "100,000 bytes of host memory hold no checkpoint of this model"),
     ],
 )
 def test_bad_arguments_in_one_line(arguments: list[str], message: str) -> None:
