@@ -11,6 +11,13 @@ MAX_CONTEXT = 262_144
 MAX_DRAFT = 5
 MAX_SLOTS = 4
 DTYPES = ("auto", "float32", "bfloat16")
+# Who drafts -> what help texts say of them.
+DRAFTERS = {
+    "mtp": "the checkpoint's MTP head",
+    "lookup": "what followed the last tokens when they stood in the sequence before",
+    "mtp+lookup": "the same, and the MTP head where nothing is found",
+    "none": "nobody",
+}
 # Whose kernels a CPU runs -> what help texts say of them.
 KERNELS = {"auto": "what suits the device", "cpu": "compiled by LLVM for this CPU", "xla": "XLA's own operations"}
 
@@ -22,7 +29,10 @@ class EngineConfig:
     context: capacity of one slot in tokens, prompt and answer together; None takes the model's own limit, at most
         262,144. A step costs what the filled length costs, whatever the capacity.
     slots: sequences that decode side by side, 1 to 4.
-    draft: K, tokens that the MTP head proposes a round, 0 (off) to 5.
+    draft: K, tokens that are proposed a round, 0 (off) to 5.
+    drafter: who proposes them. "mtp": the checkpoint's MTP head. "lookup": what followed the sequence's last tokens when they stood
+        in it before, for every checkpoint; a round without such a place has no drafts. "mtp+lookup": the same, and the MTP head
+        where there is no such place, or too little of it. "none": nobody, whatever `draft` is. Tokens are the same with each.
     kv: format of the KV pages, one of `pallas_kernels.kv_codecs.FORMATS`; None takes bf16 on a GPU and f32 on a CPU.
     prefill_chunk: tokens that one prefill call processes, a multiple of 64; None takes 1,024 on a GPU and 512 on a CPU.
     pool: tokens that all slots share in the page pool; None gives every slot its full context.
@@ -38,6 +48,7 @@ class EngineConfig:
     context: int | None = None
     slots: int = 1
     draft: int = 0
+    drafter: str = "mtp"
     kv: str | None = None
     prefill_chunk: int | None = None
     pool: int | None = None
@@ -48,6 +59,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _between("slots", self.slots, 1, MAX_SLOTS)
         _between("draft", self.draft, 0, MAX_DRAFT)
+        if self.drafter not in DRAFTERS:
+            raise ValueError(f"drafter is {shown(self.drafter)}, known are {', '.join(DRAFTERS)}")
+        if "lookup" in self.drafter and not self.draft:
+            raise ValueError(f"drafter is '{self.drafter}', but draft is 0, so nothing would be drafted: set draft from 1 to {MAX_DRAFT}")
         if self.context is not None:
             _between("context", self.context, 1, MAX_CONTEXT)
         if self.pool is not None:
@@ -66,6 +81,11 @@ class EngineConfig:
             )
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels is {shown(self.kernels)}, known are {', '.join(KERNELS)}")
+
+    @property
+    def mtp(self) -> bool:
+        """Whether the MTP head drafts."""
+        return self.draft > 0 and "mtp" in self.drafter
 
 
 def _between(field: str, value: object, low: int, high: int) -> None:

@@ -116,7 +116,7 @@ def max_contexts(setup: Setup, left: int) -> dict[str, int]:
             check_format(format, setup.model.head_dim)
         except ValueError:
             continue
-        pages = left // page_bytes(setup.model, format, setup.shape.draft > 0) - 1  # page 0 is nobody's
+        pages = left // page_bytes(setup.model, format, setup.shape.mtp) - 1  # page 0 is nobody's
         found[format] = max(0, min(limit, pages // setup.shape.slots * PAGE))
     return found
 
