@@ -128,7 +128,9 @@ def main() -> int:
         return 2
     config = preset(MODEL)
     config = dataclasses.replace(config, layer_types=config.layer_types[: options.layers])
-    engine = EngineConfig(context=CONTEXT, slots=options.slots, draft=options.draft, drafter=options.drafter, kv=KV, prefill_chunk=1024, pool=POOL)
+    engine = EngineConfig(
+        context=CONTEXT, slots=options.slots, draft=options.draft, drafter=options.drafter, kv=KV, prefill_chunk=1024, pool=POOL
+    )
     shape = state_shape(config, engine, KV, jnp.bfloat16)
     model = TextModel(config, jnp.bfloat16, mtp=shape.mtp, recipe=recipe(RECIPE))
     programs = Programs(model, shape, engine.prefill_chunk, NAMED, "cuda")

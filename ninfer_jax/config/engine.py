@@ -62,7 +62,9 @@ class EngineConfig:
         if self.drafter not in DRAFTERS:
             raise ValueError(f"drafter is {shown(self.drafter)}, known are {', '.join(DRAFTERS)}")
         if "lookup" in self.drafter and not self.draft:
-            raise ValueError(f"drafter is '{self.drafter}', but draft is 0, so nothing would be drafted: set draft from 1 to {MAX_DRAFT}")
+            raise ValueError(
+                f"drafter is '{self.drafter}', but draft is 0, so nothing would be drafted: set draft from 1 to {MAX_DRAFT}"
+            )
         if self.context is not None:
             _between("context", self.context, 1, MAX_CONTEXT)
         if self.pool is not None:

@@ -1,6 +1,7 @@
 """Rows of a round that become output: the speculative accept rule and the ends of a completion.
 
-The drafts are deterministic given the past (MTP argmax, or what followed before), so a draft distribution is one-hot and the exact accept rule
+The drafts are deterministic given the past (the MTP head's argmax, or what followed before), so a draft distribution is
+one-hot and the exact accept rule
 (Leviathan et al. 2023, algorithm 1; Chen et al. 2023) is: accept d with the target's probability p(d), else draw from
 p with d removed. Drawing x from p and accepting iff x = d has exactly that law: it accepts with probability p(d), and
 given rejection x is distributed as p without d. Using the same uniform number as plain decoding for that draw makes
@@ -32,7 +33,9 @@ def judge(
     none; parents int32 `[S, K + 1]`: the row whose draw a row's draft is compared with, the one before it in a chain;
     stop_ids int32 `[S, n]`, left int32 `[S]`."""
     rows = tokens.shape[1]
-    drawn = jnp.take_along_axis(tokens, parents[:, 1:], axis=1)
+    drawn = tokens[:, :1]
+    for row in range(1, rows - 1):  # on a card a gather would be a launch of its own
+        drawn = jnp.where(parents[:, 1:] == row, tokens[:, row : row + 1], drawn)
     agree = jnp.cumprod((drawn == drafts).astype(jnp.int32), axis=1)
     count = 1 + jnp.sum(agree, axis=1)
     ends = jnp.any(tokens[:, :, None] == stop_ids[:, None, :], axis=-1)

@@ -29,7 +29,8 @@ class RoundOutput(NamedTuple):
     """The arrays that the host reads after a round (S slots, R = K + 1 rows; R = 1 for `begin`).
 
     tokens int32 `[S, R]`, the first `emitted[slot]` of them output; drafted int32 `[S]`: drafts that were there to be accepted;
-    accepted int32 `[S]`: those that were; finished bool `[S]`; logprob float32 `[S, R]`; top_tokens and top_logprobs `[S, R, 20]`, zeros unless asked for.
+    accepted int32 `[S]`: those that were; finished bool `[S]`; logprob float32 `[S, R]`; top_tokens and top_logprobs
+    `[S, R, 20]`, zeros unless asked for.
     """
 
     tokens: jax.Array
