@@ -139,7 +139,10 @@ def why_no_drafts(path: Path, model: ModelConfig, weights: CheckpointWeights | A
     if weights.has_mtp and model.mtp_layers:
         return ""
     if weights.has_mtp:
-        return f"mtp_num_hidden_layers is 0 in {path / 'config.json'}, though its mtp.* tensors are there: set it to 1, or use draft 0 or drafter 'lookup'"
+        return (
+            f"mtp_num_hidden_layers is 0 in {path / 'config.json'}, though its mtp.* tensors are there: set it to 1, "
+            "or use draft 0 or drafter 'lookup'"
+        )
     file = None if isinstance(weights, ArtifactWeights) else unlisted_mtp(path, weights.files)
     if file is not None:
         return (
