@@ -52,6 +52,7 @@ GROUPS = {
     "micro": (
         "engine/test_async_engine.py",
         "engine/test_cpu_kernels.py",
+        "engine/test_drafters.py",
         "engine/test_huge_pages.py",
         "engine/test_interrupts.py",
         "engine/test_micro_engine.py",

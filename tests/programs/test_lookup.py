@@ -7,22 +7,11 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from looking import searched
 
 from ninfer_jax.programs.lookup import append, look_up
 
 CONTEXT, SLOTS = 40, 3
-
-
-def searched(tokens: list[int], width: int, shortest: int, longest: int) -> list[int]:
-    """What followed the latest of the longest matches, by trying every place for every length, the longest first."""
-    for length in range(longest, shortest - 1, -1):
-        for place in range(len(tokens) - 1, longest - 1, -1):
-            if tokens[place - length : place] == tokens[-length:]:
-                text = list(tokens)
-                for row in range(width):
-                    text.append(text[place + row])
-                return text[len(tokens) :]
-    return [-1] * width
 
 
 @pytest.mark.parametrize("shortest, longest", [(1, 1), (2, 4), (4, 4), (3, 8)])
