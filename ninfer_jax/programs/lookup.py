@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Tokens of the longest match that is told from a longer one, and of the shortest that is taken.
-LONGEST, SHORTEST = 4, 2
+# Tokens of the longest match that is told from a shorter one, and of the shortest that is taken.
+LONGEST, SHORTEST = 8, 2
 
 
 def append(history: jax.Array, start: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
@@ -27,10 +27,10 @@ def look_up(history: jax.Array, filled: jax.Array, width: int, shortest: int = S
     """
     context = history.shape[1]
     at = jnp.arange(longest, context)
+    last = jnp.take_along_axis(history, filled[:, None] - 1 - jnp.arange(longest), axis=1)
     same, length = True, jnp.zeros((len(history), len(at)), jnp.int32)
-    for back in range(1, longest + 1):
-        last = jnp.take_along_axis(history, (filled - back)[:, None], axis=1)
-        same &= history[:, longest - back :][:, : len(at)] == last
+    for back in range(longest):
+        same &= history[:, longest - 1 - back :][:, : len(at)] == last[:, back, None]
         length += same
     # One number says both which match is the longest and, of those, which is the latest.
     shift = (context - 1).bit_length()

@@ -94,7 +94,7 @@ def test_tokens_are_known_however_they_came_into_the_slot(looking_up):
 def test_a_restored_sequence_drafts_from_what_was_before(looking_up):
     """What it looks up stood before the cut, and never went through this slot."""
     engine = looking_up(3)
-    pool, text, cut = engine.runner.pool, [*PATTERN, *range(200, 255), *PATTERN[:6]], 64
+    pool, text, cut = engine.runner.pool, [*range(300, 308), *PATTERN, *range(200, 247), *PATTERN[:6]], 64
     with pool.transaction():
         leases = [pool.admit(128, 40, GREEDY) for _ in range(2)]
     first, second = leases
