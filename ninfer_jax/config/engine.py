@@ -30,9 +30,6 @@ class EngineConfig:
         262,144. A step costs what the filled length costs, whatever the capacity.
     slots: sequences that decode side by side, 1 to 4.
     draft: K, tokens that are proposed a round, 0 (off) to 5.
-    drafter: who proposes them. "mtp": the checkpoint's MTP head. "lookup": what followed the sequence's last tokens when they stood
-        in it before, for every checkpoint; a round without such a place has no drafts. "mtp+lookup": the same, and the MTP head
-        where there is no such place, or too little of it. "none": nobody, whatever `draft` is. Tokens are the same with each.
     kv: format of the KV pages, one of `pallas_kernels.kv_codecs.FORMATS`; None takes bf16 on a GPU and f32 on a CPU.
     prefill_chunk: tokens that one prefill call processes, a multiple of 64; None takes 1,024 on a GPU and 512 on a CPU.
     pool: tokens that all slots share in the page pool; None gives every slot its full context.
@@ -43,18 +40,21 @@ class EngineConfig:
     kernels: what a round runs through on a CPU. "cpu", which "auto" takes there: kernels that LLVM compiles, in which a row has the
         same bits whatever runs beside it. "xla": XLA's own operations, whose last bits follow their shapes, so that tokens near a
         tie may differ with drafts or beside other sequences. On a card only "auto".
+    drafter: who proposes them. "mtp": the checkpoint's MTP head. "lookup": what followed the sequence's last tokens when they stood
+        in it before, for every checkpoint; a round without such a place has no drafts. "mtp+lookup": the same, and the MTP head
+        where there is no such place, or too little of it. "none": nobody, whatever `draft` is. Tokens are the same with each.
     """
 
     context: int | None = None
     slots: int = 1
     draft: int = 0
-    drafter: str = "mtp"
     kv: str | None = None
     prefill_chunk: int | None = None
     pool: int | None = None
     dtype: str = "auto"
     tokenizer: str | None = "auto"
     kernels: str = "auto"
+    drafter: str = "mtp"
 
     def __post_init__(self) -> None:
         _between("slots", self.slots, 1, MAX_SLOTS)

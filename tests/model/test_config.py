@@ -407,7 +407,9 @@ def test_prefill_chunk_is_whole_blocks():
         EngineConfig(prefill_chunk=100)
 
 
-@pytest.mark.parametrize("field, value, known", [("kv", "fp8", "rk4v4-e8"), ("dtype", "float16", "bfloat16"), ("drafter", "eagle", "lookup")])
+@pytest.mark.parametrize(
+    "field, value, known", [("kv", "fp8", "rk4v4-e8"), ("dtype", "float16", "bfloat16"), ("drafter", "eagle", "lookup")]
+)
 def test_unknown_formats(field, value, known):
     with pytest.raises(ValueError, match=f"{value}.*{known}"):
         EngineConfig(**{field: value})
