@@ -40,9 +40,9 @@ class EngineConfig:
     kernels: what a round runs through on a CPU. "cpu", which "auto" takes there: kernels that LLVM compiles, in which a row has the
         same bits whatever runs beside it. "xla": XLA's own operations, whose last bits follow their shapes, so that tokens near a
         tie may differ with drafts or beside other sequences. On a card only "auto".
-    drafter: who proposes them. "mtp": the checkpoint's MTP head. "lookup": what followed the sequence's last tokens when they stood
-        in it before, for every checkpoint; a round without such a place has no drafts. "mtp+lookup": the same, and the MTP head
-        where there is no such place, or too little of it. "none": nobody, whatever `draft` is. Tokens are the same with each.
+    drafter: who drafts. "mtp": the checkpoint's MTP head. "lookup": what followed the sequence's last tokens when they stood in it
+        before, for every checkpoint; a round without such a place has no drafts. "mtp+lookup": the same, and the MTP head where
+        there is no such place, or too little of it. "none": nobody, whatever `draft` is. Tokens are the same with each.
     """
 
     context: int | None = None
