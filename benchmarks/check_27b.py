@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ninfer_jax.config import EngineConfig, preset, recipe
+from ninfer_jax.config.engine import DRAFTERS
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs import Programs
 from ninfer_jax.programs.card import Compilation, Source, compile_program
@@ -47,7 +48,7 @@ def verify_source(programs: Programs, kv: str) -> Source:
     def verify(parameters: Any, state: Any) -> Any:
         model = programs.build(parameters)
         slots = state.slots
-        rows = jnp.concatenate([slots.token[:, None], slots.drafts], axis=1)
+        rows = jnp.concatenate([slots.token[:, None], jnp.maximum(slots.drafts, 0)], axis=1)
         hidden, state = verify_rows(model, state, rows, kv)
         _, ids = model.candidates(hidden.reshape(-1, hidden.shape[-1]), 1, NAMED)
         return state, ids, hidden
@@ -116,6 +117,7 @@ def main() -> int:
     parser.add_argument("--programs", default="verify,decode_round", help="which to compile, by commas")
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--draft", type=int, default=3)
+    parser.add_argument("--drafter", default="mtp", help=f"one of {', '.join(DRAFTERS)}")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     try:
@@ -126,9 +128,11 @@ def main() -> int:
         return 2
     config = preset(MODEL)
     config = dataclasses.replace(config, layer_types=config.layer_types[: options.layers])
-    engine = EngineConfig(context=CONTEXT, slots=options.slots, draft=options.draft, kv=KV, prefill_chunk=1024, pool=POOL)
+    engine = EngineConfig(
+        context=CONTEXT, slots=options.slots, draft=options.draft, drafter=options.drafter, kv=KV, prefill_chunk=1024, pool=POOL
+    )
     shape = state_shape(config, engine, KV, jnp.bfloat16)
-    model = TextModel(config, jnp.bfloat16, mtp=options.draft > 0, recipe=recipe(RECIPE))
+    model = TextModel(config, jnp.bfloat16, mtp=shape.mtp, recipe=recipe(RECIPE))
     programs = Programs(model, shape, engine.prefill_chunk, NAMED, "cuda")
     failures, written = [], []
     for name in options.programs.split(","):

@@ -53,6 +53,7 @@ GROUPS = {
         "engine/test_async_engine.py",
         "engine/test_async_prefixes.py",
         "engine/test_cpu_kernels.py",
+        "engine/test_drafters.py",
         "engine/test_huge_pages.py",
         "engine/test_interrupts.py",
         "engine/test_kept_prefixes.py",

@@ -21,6 +21,8 @@ def table(rows: Sequence[Row]) -> Table:
     title = f"{first.settings['model']} on {first.versions['device']}, jax {first.versions['jax']}"
     if (kernels := first.settings.get("kernels", "auto")) != "auto":
         title += f", kernels {kernels}"
+    if (drafter := first.settings.get("drafter", "mtp")) != "mtp":
+        title += f", drafter {drafter}"
     whats = {row.memory.what for row in rows if row.memory}
     peak = "peak MiB" + (f"\n{whats.pop()}" if len(whats) == 1 else "")
     made = Table(title=title, title_justify="left", caption=_caption(first), caption_justify="left")

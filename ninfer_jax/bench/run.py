@@ -26,7 +26,7 @@ Tell = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Settings:
     """Settings that a cell's result depends on beside the cell. model: directory name; weights: fingerprint of its files; corpus:
-    its name; kernels: "auto" on a card."""
+    its name; kernels: "auto" on a card; drafter: of cells whose draft is not 0."""
 
     model: str
     weights: str
@@ -36,6 +36,7 @@ class Settings:
     prefill_chunk: int
     dtype: str
     kernels: str = "auto"
+    drafter: str = "mtp"
 
     def __post_init__(self) -> None:
         if self.warmup < 0 or self.repeats < 1:
@@ -105,6 +106,7 @@ class Bench:
                     context=context,
                     slots=group.slots,
                     draft=group.draft,
+                    drafter=self._given.drafter if group.draft else "none",
                     kv=group.kv,
                     prefill_chunk=self._given.prefill_chunk,
                     dtype=self._given.dtype,

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from ninfer_jax.cli import common
-from ninfer_jax.config import MAX_DRAFT, MAX_SLOTS
+from ninfer_jax.config import MAX_DRAFT, MAX_SLOTS, EngineConfig
 from ninfer_jax.files import new_directory, new_file
 from ninfer_jax.model_path import model_path
 
@@ -32,7 +32,8 @@ def bench(
         str, _Option(help=f"Tokens filled before the prompt, untimed, multiples of the prefill chunk; {_MANY}.")
     ] = "0",
     kv: Annotated[str | None, _Option(help=f"KV formats {common.KV_FORMATS}; {_MANY}.")] = None,
-    draft: Annotated[str, _Option(help=f"K, tokens that the MTP head drafts a round, 0 to {MAX_DRAFT}; {_MANY}.")] = "0",
+    draft: Annotated[str, _Option(help=f"K, tokens that are drafted a round, 0 to {MAX_DRAFT}; {_MANY}.")] = "0",
+    drafter: common.Drafter = "mtp",
     slots: Annotated[str, _Option(help=f"Sequences side by side, 1 to {MAX_SLOTS}; {_MANY}.")] = "1",
     repeats: Annotated[int, _Option(help="Timed runs of a cell.")] = 5,
     warmup: Annotated[int, _Option(help="Untimed runs of a cell before.")] = 1,
@@ -65,6 +66,8 @@ def bench(
         lists["context"] = [None] if context is None else _integers("context", context)
         path, files = model_path(model), _Files(json_file, resume, csv_file, plot, compare)
         shapes = {"warmup": warmup, "repeats": repeats, "prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
+        EngineConfig(draft=max(lists["draft"]), drafter=drafter)  # a mistake should not wait for the corpus
+        shapes["drafter"] = drafter
         _run(console, path, lists, kv, shapes, corpus, files, not no_verify)
 
 
@@ -100,7 +103,7 @@ def _run(
     from ninfer_jax.bench import corpus, device, matrix, report
     from ninfer_jax.bench.results import Results, read_rows
     from ninfer_jax.bench.run import Bench, Settings, tokens_needed
-    from ninfer_jax.config import EngineConfig, ModelConfig
+    from ninfer_jax.config import ModelConfig
     from ninfer_jax.engine import Engine, allocator
     from ninfer_jax.programs.plan import page_bytes
     from ninfer_jax.programs.setup import resolve
@@ -137,7 +140,7 @@ def _run(
         results.write()  # a place that cannot be written should not wait for the first cell
 
         def load(config: EngineConfig) -> Engine:
-            words = f"context {config.context}, kv {config.kv}, K {config.draft}, slots {config.slots}"
+            words = f"context {config.context}, kv {config.kv}, K {config.draft}, drafter {config.drafter}, slots {config.slots}"
             return Engine.load(
                 path, config, verify=verify, progress=lambda stage, done, total: bar.tell(f"engine ({words}): {stage}", done, total)
             )

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ninfer_jax.cli.entry import INTERRUPTED
 from ninfer_jax.config import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PRESETS, RECIPES
-from ninfer_jax.config.engine import CACHE_MODES, DTYPES, KERNELS
+from ninfer_jax.config.engine import CACHE_MODES, DRAFTERS, DTYPES, KERNELS
 from ninfer_jax.files import printable
 from ninfer_jax.model_path import TINY
 from pallas_kernels.kv_formats import FORMATS, PAGE
@@ -46,7 +46,8 @@ def path_option(help: str, *names: str, metavar: str = "FILE") -> typer.models.O
 Model = Annotated[str, typer.Argument(help=f"A model directory, or `{TINY}` for the bundled model.")]
 Context = Annotated[int | None, _Option(help=f"Capacity of a slot in tokens; default: the model's own, up to {MAX_CONTEXT}.")]
 Kv = Annotated[str | None, _Option(help=f"KV format: {KV_FORMATS}.")]
-Draft = Annotated[int, _Option(help=f"Tokens the MTP head drafts a round, 0 to {MAX_DRAFT}.")]
+Draft = Annotated[int, _Option(help=f"K, tokens that are drafted a round, 0 to {MAX_DRAFT}.")]
+Drafter = Annotated[str, _Option(help=f"Who drafts: {', '.join(f'{name} ({words})' for name, words in DRAFTERS.items())}.")]
 Slots = Annotated[int, _Option(help=f"Sequences side by side, 1 to {MAX_SLOTS}.")]
 Pool = Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")]
 Chunk = Annotated[

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ninfer_jax.cli import common
+from ninfer_jax.config import EngineConfig
+from ninfer_jax.config.engine import DRAFTERS
 from ninfer_jax.files import new_directory, new_file, read_text
 from ninfer_jax.model_path import model_path
 
@@ -44,7 +46,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kld": {"reference": None, "against": None, "depths": "0,1024", "tokens": 512},
     "needle": {"lengths": "512,1024,2048", "depths": "0,0.25,0.5,0.75,1", "trials": 3, "seed": 0, "chat": False},
     "drift": {"reference": "float64", "tokens": 4096, "every": None},
-    "acceptance": {"drafts": "1,2,3,4,5", "prompts": 16, "prompt_tokens": 200, "max_new": 128},
+    "acceptance": {"drafts": "1,2,3,4,5", "drafter": "mtp", "prompts": 16, "prompt_tokens": 200, "max_new": 128},
 }
 
 
@@ -69,6 +71,7 @@ def evaluate(
     chat: Annotated[bool, _Option("--chat", help="needle: ask in messages instead of continuing the text.")] = False,
     every: Annotated[int | None, _Option(min=1, help="drift: tokens between two points; default: a prefill call's.")] = None,
     drafts: Annotated[str | None, _Option(help="acceptance: values of K.")] = None,
+    drafter: Annotated[str | None, _Option(help=f"acceptance: who drafts, of {', '.join(DRAFTERS)}.")] = None,
     prompts: Annotated[int | None, _Option(min=1, help="acceptance: continuations.")] = None,
     prompt_tokens: Annotated[int | None, _Option(min=1, help="acceptance: tokens before each.")] = None,
     max_new: Annotated[int | None, _Option(min=1, help="acceptance: tokens of each.")] = None,
@@ -94,6 +97,7 @@ def evaluate(
         chat=chat or None,
         every=every,
         drafts=drafts,
+        drafter=drafter,
         prompts=prompts,
         prompt_tokens=prompt_tokens,
         max_new=max_new,
@@ -141,6 +145,10 @@ def _options(measure: str, given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"--depths {options['depths']}: a needle's place is from 0 (beginning) to 1 (end)")
     if measure == "acceptance" and not all(1 <= k <= 5 for k in options["drafts"]):
         raise ValueError(f"--drafts {options['drafts']}: K is from 1 to 5")
+    if measure == "acceptance":
+        EngineConfig(draft=1, drafter=options["drafter"])  # a name that no engine takes
+        if options["drafter"] == "none":
+            raise ValueError("--drafter none: nothing is drafted that could be accepted")
     return options
 
 
@@ -172,13 +180,12 @@ class Job:
         self._shapes = shapes
         self._verify, self.device = verify, ""
 
-    def load(self, kv: str | None, context: int, draft: int = 0, path: Path | None = None) -> Engine:
+    def load(self, kv: str | None, context: int, draft: int = 0, drafter: str = "mtp", path: Path | None = None) -> Engine:
         """path: of another model than the one that is measured."""
-        from ninfer_jax.config import EngineConfig
         from ninfer_jax.engine import Engine
 
         gc.collect()  # the engine before is part of a cycle; a card has no room for both
-        config = EngineConfig(context=context, kv=kv, draft=draft, **self._shapes)
+        config = EngineConfig(context=context, kv=kv, draft=draft, drafter=drafter, **self._shapes)
         with self.progress(f"loading, kv {kv or 'auto'}, draft {draft}") as tell:
             engine = Engine.load(
                 path or self.path, config, verify=self._verify, progress=lambda stage, done, total: tell(done, total)
@@ -281,7 +288,7 @@ def _acceptance(job: Job, options: dict[str, Any], plot: Path | None) -> list[di
     results = []
     for kv in job.formats:
         for draft in options["drafts"]:
-            engine = job.load(kv, options["prompt_tokens"] + options["max_new"], draft)
+            engine = job.load(kv, options["prompt_tokens"] + options["max_new"], draft, options["drafter"])
             prompts = acceptance.cut_prompts(job.ids(engine), options["prompts"], options["prompt_tokens"])
             with job.progress(f"continuations, kv {kv or 'auto'}, draft {draft}") as tell:
                 results.append(acceptance.draft_acceptance(engine, prompts, options["max_new"], tell))
@@ -306,7 +313,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "kld": ("kv", "depth", "tokens", "kl", "kl_error", "kl_p99", "same_top", "loss"),
     "needle": ("kv", "length", "depth", "asked", "found", "answer_nats", "blind_nats"),
     "drift": ("path", "position", "state_error", "logits_error", "kl"),
-    "acceptance": ("kv", "draft", "rounds", "accepted", "accepted_share", "tokens_per_round", "by_place"),
+    "acceptance": ("kv", "drafter", "draft", "rounds", "accepted", "accepted_share", "tokens_per_round", "by_place"),
 }
 
 

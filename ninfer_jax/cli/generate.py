@@ -40,6 +40,7 @@ def generate(
     context: common.Context = None,
     kv: common.Kv = None,
     draft: common.Draft = 0,
+    drafter: common.Drafter = "mtp",
     slots: common.Slots = 1,
     dtype: common.Dtype = "auto",
     kernels: common.Kernels = "auto",
@@ -86,6 +87,7 @@ def generate(
             "context": context,
             "kv": kv,
             "draft": draft,
+            "drafter": drafter,
             "slots": slots,
             "dtype": dtype,
             "kernels": kernels,
@@ -192,6 +194,7 @@ def _header(name: str, engine: Engine) -> str:
     return (
         f"{name} on {engine.device} ({engine.programs.platform}), {shape.dtype}, context {shape.context}, "
         f"kv {shape.kv}, draft {shape.draft}, slots {shape.slots}"
+        + (f", drafter {shape.drafter}" if shape.lookup else "")
         + (f", kernels {engine.programs.kernels or 'xla'}" if engine.programs.platform == "cpu" else "")
     )
 

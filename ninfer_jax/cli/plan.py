@@ -36,6 +36,7 @@ def plan(
     context: common.Context = None,
     kv: common.Kv = None,
     draft: common.Draft = 0,
+    drafter: common.Drafter = "mtp",
     slots: common.Slots = 1,
     pool: common.Pool = None,
     prefill_chunk: common.Chunk = None,
@@ -49,7 +50,7 @@ def plan(
     """Compile for a card that need not be here and say where every byte goes. Exit 3 if it does not fit, without compiling
     if weights, pages and states alone do not."""
     console = common.stderr_console()
-    shapes = _shapes(context, kv, draft, slots, pool, prefill_chunk, dtype, kernels, no_tokenizer)
+    shapes = _shapes(context, kv, draft, drafter, slots, pool, prefill_chunk, dtype, kernels, no_tokenizer)
     with common.one_line_errors(console, also=(RuntimeError,)):
         from ninfer_jax.programs.plan import make_plan
 
@@ -78,6 +79,7 @@ def compile_programs(
     context: common.Context = None,
     kv: common.Kv = None,
     draft: common.Draft = 0,
+    drafter: common.Drafter = "mtp",
     slots: common.Slots = 1,
     pool: common.Pool = None,
     prefill_chunk: common.Chunk = None,
@@ -88,7 +90,7 @@ def compile_programs(
 ) -> None:
     """Compile all programs of a configuration and write them for `generate --programs`."""
     console = common.stderr_console()
-    shapes = _shapes(context, kv, draft, slots, pool, prefill_chunk, dtype, kernels, no_tokenizer)
+    shapes = _shapes(context, kv, draft, drafter, slots, pool, prefill_chunk, dtype, kernels, no_tokenizer)
     facts = {}
     with common.one_line_errors(console, also=(RuntimeError,)):
         from ninfer_jax.programs.executables import check_place, writing
@@ -123,6 +125,7 @@ def _shapes(
     context: int | None,
     kv: str | None,
     draft: int,
+    drafter: str,
     slots: int,
     pool: int | None,
     prefill_chunk: int | None,
@@ -132,7 +135,7 @@ def _shapes(
 ) -> dict[str, Any]:
     """The arguments of `EngineConfig`."""
     sizes = {"context": context, "draft": draft, "slots": slots, "pool": pool, "prefill_chunk": prefill_chunk}
-    return sizes | {"kv": kv, "dtype": dtype, "kernels": kernels, "tokenizer": None if no_tokenizer else "auto"}
+    return sizes | {"drafter": drafter, "kv": kv, "dtype": dtype, "kernels": kernels, "tokenizer": None if no_tokenizer else "auto"}
 
 
 def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) -> Setup:
@@ -219,6 +222,8 @@ def _show(console: Console, made: Plan, setup: Setup) -> None:
     shape = setup.shape
     pool = f"{shape.pool_tokens:,} tokens"
     title = f"{made.target}: context {shape.context:,}, kv {shape.kv}, draft {shape.draft}, slots {shape.slots}, pool {pool}"
+    if shape.lookup:
+        title += f", drafter {shape.drafter}"
     if made.target == "cpu":
         title += f", kernels {setup.kernels}"
     table = Table(title=title, title_justify="left")

@@ -12,6 +12,13 @@ MAX_CONTEXT = 262_144
 MAX_DRAFT = 5
 MAX_SLOTS = 4
 DTYPES = ("auto", "float32", "bfloat16")
+# Who drafts -> what help texts say of them.
+DRAFTERS = {
+    "mtp": "the checkpoint's MTP head",
+    "lookup": "what followed the last tokens when they stood in the sequence before",
+    "mtp+lookup": "the same, and the MTP head where nothing is found",
+    "none": "nobody",
+}
 # Whose kernels a CPU runs -> what help texts say of them.
 KERNELS = {"auto": "what suits the device", "cpu": "compiled by LLVM for this CPU", "xla": "XLA's own operations"}
 # Modes of the prefix cache -> what help texts say of them.
@@ -30,7 +37,7 @@ class EngineConfig:
     context: capacity of one slot in tokens, prompt and answer together; None takes the model's own limit, at most
         262,144. A step costs what the filled length costs, whatever the capacity.
     slots: sequences that decode side by side, 1 to 4.
-    draft: K, tokens that the MTP head proposes a round, 0 (off) to 5.
+    draft: K, tokens that are proposed a round, 0 (off) to 5.
     kv: format of the KV pages, one of `pallas_kernels.kv_codecs.FORMATS`; None takes bf16 on a GPU and f32 on a CPU.
     prefill_chunk: tokens that one prefill call processes, a multiple of 64; None takes 1,024 on a GPU and 512 on a CPU.
     pool: tokens that all slots share in the page pool; None gives every slot its full context.
@@ -46,6 +53,9 @@ class EngineConfig:
         equally likely. "off". "auto" is "exact" in an engine for many callers and "off" in the blocking one.
     cache_bytes: host memory for it; None takes a quarter of what is free, at most 8 GiB.
     cache_dir: a directory that keeps it from start to start, of at most cache_dir_bytes; None keeps nothing.
+    drafter: who drafts. "mtp": the checkpoint's MTP head. "lookup": what followed the sequence's last tokens when they stood in it
+        before, for every checkpoint; a round without such a place has no drafts. "mtp+lookup": the same, and the MTP head where
+        there is no such place, or too little of it. "none": nobody, whatever `draft` is. Tokens are the same with each.
     """
 
     context: int | None = None
@@ -61,10 +71,17 @@ class EngineConfig:
     cache_bytes: int | None = None
     cache_dir: str | Path | None = None
     cache_dir_bytes: int = 64 << 30
+    drafter: str = "mtp"
 
     def __post_init__(self) -> None:
         _between("slots", self.slots, 1, MAX_SLOTS)
         _between("draft", self.draft, 0, MAX_DRAFT)
+        if self.drafter not in DRAFTERS:
+            raise ValueError(f"drafter is {shown(self.drafter)}, known are {', '.join(DRAFTERS)}")
+        if "lookup" in self.drafter and not self.draft:
+            raise ValueError(
+                f"drafter is '{self.drafter}', but draft is 0, so nothing would be drafted: set draft from 1 to {MAX_DRAFT}"
+            )
         if self.context is not None:
             _between("context", self.context, 1, MAX_CONTEXT)
         if self.pool is not None:
@@ -92,6 +109,11 @@ class EngineConfig:
             user_path(self.cache_dir, "cache_dir")
             if self.prefix_cache == "off":
                 raise ValueError("cache_dir is given, but prefix_cache is 'off': take 'exact' or 'fast', or leave cache_dir out")
+
+    @property
+    def mtp(self) -> bool:
+        """Whether the MTP head drafts."""
+        return self.draft > 0 and "mtp" in self.drafter
 
 
 def _between(field: str, value: object, low: int, high: int) -> None:

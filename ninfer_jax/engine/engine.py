@@ -90,7 +90,7 @@ class Engine:
         programs = None if programs is None else directory(programs, "programs", "programs: ")
         model_config = ModelConfig.from_hf(path)
         weights = open_weights(path, verify)
-        if config.draft and (why := why_no_drafts(path, model_config, weights)):
+        if config.mtp and (why := why_no_drafts(path, model_config, weights)):
             raise ValueError(f"draft is {config.draft}, but {why}")
         words = open_text(path, model_config.vocab_size, config.tokenizer)
         notes = (*config_notes(read_object(path / "config.json")), *words.notes)

@@ -47,7 +47,7 @@ class Stats:
 
     queue_s: seconds from the request to its first chunk; first_token_s: from the request to its first token. prefill_s: from the
     first chunk to the first token; decode_s: from then to the last token. cached_tokens: of the prompt, those without a prefill.
-    rounds: decode rounds this sequence took part in. drafted, accepted: MTP proposals and those among them that became
+    rounds: decode rounds this sequence took part in. drafted, accepted: tokens proposed and those among them that became
     output. compilations: programs compiled since the engine started to load; it stands still in service.
     kv_bytes_per_token: bytes that the attention layers' pages hold for a token, without the MTP layer's own.
     """

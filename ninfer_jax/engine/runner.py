@@ -41,7 +41,7 @@ class _Flight:
 @dataclass
 class Counts:
     """What has been done since the start. chunks, prefilled: calls of prefill, and the tokens they appended. rounds: read; tokens:
-    generated; drafted, accepted: MTP proposals, and those that became output. cached: prompt tokens that needed no prefill."""
+    generated; drafted, accepted: tokens proposed, and those that became output. cached: prompt tokens that needed no prefill."""
 
     chunks: int = 0
     prefilled: int = 0
@@ -367,9 +367,9 @@ class Runner:
             # Drafts come first in a round; a stop string may have dropped some.
             accepted = min(int(out.accepted[slot]), len(sequence.tokens) - before)
             sequence.stats.rounds += 1
-            sequence.stats.drafted += drafts
+            sequence.stats.drafted += int(out.drafted[slot])
             sequence.stats.accepted += accepted
-            counts.drafted += drafts
+            counts.drafted += int(out.drafted[slot])
             counts.accepted += accepted
 
     def _ask(self, question: Callable[[], T]) -> T | None:
@@ -394,7 +394,8 @@ def _end(sequence: Sequence, reason: str = "cancelled") -> None:
 
 def _read(out: RoundOutput, sequences: list[Sequence]) -> RoundOutput:
     """`out` with what these sequences need of it on the host. Each array costs tens of microseconds to read."""
-    fields = out._fields if any(s.params.logprobs is not None for s in sequences) else ("tokens", "emitted", "accepted", "finished")
+    read = ("tokens", "emitted", "drafted", "accepted", "finished")
+    fields = out._fields if any(s.params.logprobs is not None for s in sequences) else read
     return out._replace(**{name: np.asarray(getattr(out, name)) for name in fields})
 
 

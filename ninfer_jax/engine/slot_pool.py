@@ -293,9 +293,9 @@ class SlotPool:
 
     def restore(self, lease: Lease, given: Snapshot, tokens: SequenceOf[int]) -> None:
         """Let the slot stand where `given` was taken, after `tokens`, whose keys and values its pages hold."""
-        seen = np.zeros(self.programs.config.vocab_size, np.bool_)
-        seen[np.asarray(tokens, np.int64)] = True
-        told: Any = seen
+        ids = np.zeros(self.programs.shape.context, np.int32)
+        ids[: len(tokens)] = tokens
+        told: Any = ids
         self.run(lambda _, state: (self.programs.restore(state, _number(lease.slot), given, told), None))
         lease.length = len(tokens)
 

@@ -154,15 +154,16 @@ def why_no_drafts(path: Path, model: ModelConfig, weights: CheckpointWeights | A
         return ""
     if weights.has_mtp:
         return (
-            f"mtp_num_hidden_layers is 0 in {path / 'config.json'}, though its mtp.* tensors are there: set it to 1 or use draft 0"
+            f"mtp_num_hidden_layers is 0 in {path / 'config.json'}, though its mtp.* tensors are there: set it to 1, "
+            "or use draft 0 or drafter 'lookup'"
         )
     file = None if isinstance(weights, ArtifactWeights) else unlisted_mtp(path, weights.files)
     if file is not None:
         return (
             f"the MTP head in {file} is no part of the checkpoint: convert with --mtp {file}, list its tensors in {INDEX_NAME}, "
-            "or use draft 0"
+            "or use draft 0 or drafter 'lookup'"
         )
-    return f"{path} has no MTP head (mtp.* tensors) to draft with; use draft 0"
+    return f"{path} has no MTP head (mtp.* tensors) to draft with; use draft 0 or drafter 'lookup'"
 
 
 def stored_recipe(artifact: Artifact) -> Recipe:

@@ -12,8 +12,9 @@ from ninfer_jax.evaluate.forced import Progress
 
 @dataclass(frozen=True)
 class Acceptance:
-    """draft: K. rounds, drafted, accepted: counts. accepted_share: accepted / drafted; tokens_per_round: 1 + accepted / rounds.
-    by_place[j]: share of rounds whose draft j + 1 was accepted, which needs all drafts before it accepted too."""
+    """draft: K. rounds, accepted: counts; drafted: K a round, whether or not there was something to look up. accepted_share:
+    accepted / drafted; tokens_per_round: 1 + accepted / rounds. by_place[j]: share of rounds whose draft j + 1 was accepted,
+    which needs all drafts before it accepted too."""
 
     kv: str
     draft: int
@@ -24,6 +25,7 @@ class Acceptance:
     accepted_share: float
     tokens_per_round: float
     by_place: list[float]
+    drafter: str = "mtp"
 
 
 def cut_prompts(ids: SequenceOf[int], prompts: int, length: int) -> list[list[int]]:
@@ -65,4 +67,5 @@ def draft_acceptance(
         accepted_share=accepted / (count * draft),
         tokens_per_round=1 + accepted / count,
         by_place=[sum(a > place for a in rounds) / count for place in range(draft)],
+        drafter=engine.programs.shape.drafter,
     )

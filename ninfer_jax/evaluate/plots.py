@@ -81,7 +81,7 @@ def plot_acceptance(file: Path, results: SequenceOf[Acceptance]) -> None:
     """The share accepted of each draft of a round, a line for each format and K."""
     figure, axes = _figure()
     for r in results:
-        label = f"{r.kv}, K = {r.draft}: {r.tokens_per_round:.2f} tokens a round"
+        label = f"{r.kv}, {r.drafter}, K = {r.draft}: {r.tokens_per_round:.2f} tokens a round"
         axes.plot(range(1, r.draft + 1), r.by_place, marker="o", label=label)
     axes.set(xlabel="draft", ylabel="share of rounds that accept it", ylim=(0, 1), title="Accepted drafts, greedy")
     axes.set_xticks(range(1, max(r.draft for r in results) + 1))

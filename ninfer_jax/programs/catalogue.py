@@ -157,7 +157,7 @@ CATALOGUE: tuple[Program, ...] = (
     Program(
         "restore",
         lambda g: restore,
-        lambda g: (g.state, _integer, g.snapshot, jax.ShapeDtypeStruct((g.config.vocab_size,), jnp.bool_)),
+        lambda g: (g.state, _integer, g.snapshot, jax.ShapeDtypeStruct((g.shape.context,), jnp.int32)),
         _state,
         donated=(0,),
     ),

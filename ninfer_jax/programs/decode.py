@@ -7,7 +7,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ninfer_jax.decoding import Choice, Masks, SamplingState, all_logits_needed, choose, choose_among, choose_what_is_asked, judge
+from ninfer_jax.decoding import (
+    Choice,
+    Masks,
+    SamplingState,
+    Verdict,
+    all_logits_needed,
+    choose,
+    choose_among,
+    choose_what_is_asked,
+    judge,
+)
 from ninfer_jax.model import TextModel
 from ninfer_jax.programs.draft import propose
 from ninfer_jax.programs.pending import accept
@@ -18,12 +28,14 @@ from ninfer_jax.state import State
 class RoundOutput(NamedTuple):
     """The arrays that the host reads after a round (S slots, R = K + 1 rows; R = 1 for `begin`).
 
-    tokens int32 `[S, R]`, the first `emitted[slot]` of them output; accepted int32 `[S]`: drafts among them; finished
-    bool `[S]`; logprob float32 `[S, R]`; top_tokens and top_logprobs `[S, R, 20]`, zeros unless asked for.
+    tokens int32 `[S, R]`, the first `emitted[slot]` of them output; drafted int32 `[S]`: drafts that were there to be accepted;
+    accepted int32 `[S]`: those that were; finished bool `[S]`; logprob float32 `[S, R]`; top_tokens and top_logprobs
+    `[S, R, 20]`, zeros unless asked for.
     """
 
     tokens: jax.Array
     emitted: jax.Array
+    drafted: jax.Array
     accepted: jax.Array
     finished: jax.Array
     logprob: jax.Array
@@ -34,16 +46,16 @@ class RoundOutput(NamedTuple):
 def decode_round(model: TextModel, state: State, kv: str, valid_ids: int) -> tuple[State, RoundOutput]:
     """Rows [token, drafts] of every slot through the model in one pass, then everything that follows from their logits."""
     slots = state.slots
-    rows = jnp.concatenate([slots.token[:, None], slots.drafts], axis=1)
+    # A row without a draft, -1, goes through the layers as any token would: no draw is -1.
+    rows = jnp.concatenate([slots.token[:, None], jnp.maximum(slots.drafts, 0)], axis=1)
     hidden, state = verify_rows(model, state, rows, kv)
     choice = choose_rows(model, hidden, state.sampling, slots.drafts, valid_ids, state.masks)
-    verdict = judge(choice.token, slots.drafts, state.sampling.stop_ids, slots.left, slots.active)
+    verdict = judge(choice.token, slots.drafts, slots.parents, state.sampling.stop_ids, slots.left, slots.active)
     state = accept(state, slots.active, verdict.emitted)
     before = slots.length
     state = _emit(state, choice, verdict.emitted, verdict.finished)
-    if model.has_mtp:
-        state = propose(model, state, choice.token, hidden, before, verdict.emitted, kv, valid_ids)
-    return state, _output(choice, verdict.emitted, verdict.accepted, verdict.finished)
+    state = propose(model, state, choice.token, hidden, before, verdict.emitted, kv, valid_ids)
+    return state, _output(choice, verdict)
 
 
 def begin(model: TextModel, state: State, slot: jax.Array, kv: str, valid_ids: int) -> tuple[State, RoundOutput]:
@@ -51,15 +63,14 @@ def begin(model: TextModel, state: State, slot: jax.Array, kv: str, valid_ids: i
     slots = state.slots
     count = slots.length.shape[0]
     mine = jnp.arange(count) == slot
-    first = state.masks._replace(words=state.masks.words[:, :1])
-    choice = choose_rows(model, slots.hidden[:, None], state.sampling, jnp.zeros((count, 0), jnp.int32), valid_ids, first)
-    verdict = judge(choice.token, jnp.zeros((count, 0), jnp.int32), state.sampling.stop_ids, slots.left, mine)
+    none, first = jnp.zeros((count, 0), jnp.int32), state.masks._replace(words=state.masks.words[:, :1])
+    choice = choose_rows(model, slots.hidden[:, None], state.sampling, none, valid_ids, first)
+    verdict = judge(choice.token, none, slots.parents[:, :1], state.sampling.stop_ids, slots.left, mine)
     # The prompt's last token is consumed already: one token comes out, none is folded in.
     started = slots._replace(active=slots.active | mine, length=slots.length - verdict.emitted, linked=slots.linked & ~mine)
     state = _emit(state._replace(slots=started), choice, verdict.emitted, verdict.finished)
-    if model.has_mtp:
-        state = propose(model, state, choice.token, slots.hidden[:, None], slots.length - 1, verdict.emitted, kv, valid_ids)
-    return state, _output(choice, verdict.emitted, verdict.accepted, verdict.finished)
+    state = propose(model, state, choice.token, slots.hidden[:, None], slots.length - 1, verdict.emitted, kv, valid_ids)
+    return state, _output(choice, verdict)
 
 
 def choose_rows(
@@ -98,5 +109,5 @@ def _emit(state: State, choice: Choice, emitted: jax.Array, finished: jax.Array)
     return state._replace(slots=slots, sampling=sampling._replace(counts=counts, emitted=sampling.emitted + emitted))
 
 
-def _output(choice: Choice, emitted: jax.Array, accepted: jax.Array, finished: jax.Array) -> RoundOutput:
-    return RoundOutput(choice.token, emitted, accepted, finished, choice.logprob, choice.top_tokens, choice.top_logprobs)
+def _output(choice: Choice, verdict: Verdict) -> RoundOutput:
+    return RoundOutput(choice.token, *verdict, choice.logprob, choice.top_tokens, choice.top_logprobs)

@@ -1,4 +1,5 @@
-"""Drafting with the MTP head: realign it with what was really emitted, then propose K tokens, greedily."""
+"""Drafting: the MTP head, realigned with what was really emitted, proposes K tokens greedily; so does a look at what followed the
+last tokens before."""
 
 from __future__ import annotations
 
@@ -8,9 +9,13 @@ import jax.numpy as jnp
 from ninfer_jax.config import PAGE
 from ninfer_jax.decoding import most_likely
 from ninfer_jax.model import TextModel
+from ninfer_jax.programs.lookup import append, look_up
 from ninfer_jax.state import State
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.kv_pages import KVPages
+
+# Tokens that have to match before a look-up is taken for better than the MTP head.
+BESIDE_MTP = 4
 
 
 def propose(
@@ -29,6 +34,33 @@ def propose(
     hidden that each was drawn from; position int32 `[S]`: where row 0 stands. Row r is the MTP slot at position + r:
     it reads (tokens[r], hidden[r]). These rows overwrite what earlier drafts guessed there.
     """
+    drafts, width = state.slots.drafts, state.slots.drafts.shape[1]
+    if model.has_mtp:
+        state, drafts = _by_mtp(model, state, tokens, hidden, position, emitted, kv, valid_ids)
+    if state.history is not None:
+        filled = position + 1 + emitted
+        history = append(state.history, position + 1, tokens, emitted)
+        if model.has_mtp:
+            found = look_up(history, filled, width, BESIDE_MTP)
+            drafts = jnp.where(found < 0, drafts, found)
+        else:
+            drafts = look_up(history, filled, width)
+        state = state._replace(history=history)
+    proposed = jnp.where((emitted > 0)[:, None], drafts, state.slots.drafts)
+    return state._replace(slots=state.slots._replace(drafts=proposed))
+
+
+def _by_mtp(
+    model: TextModel,
+    state: State,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    position: jax.Array,
+    emitted: jax.Array,
+    kv: str,
+    valid_ids: int,
+) -> tuple[State, jax.Array]:
+    """The state with the MTP layer's keys and values, and drafts int32 `[S, K]`."""
     pool = state.mtp_kv
     assert pool is not None  # there wherever there are drafts
     y, pool = _mtp_rows(model, state, pool, tokens, hidden, position, emitted > 0, kv)
@@ -39,8 +71,7 @@ def propose(
         # A draft's own output stands in for the hidden that the target has not computed yet.
         y, pool = _mtp_rows(model, state, pool, drafts[-1][:, None], y, position + row + step, emitted > 0, kv)
         drafts.append(_most_likely(model, y, valid_ids))
-    proposed = jnp.where((emitted > 0)[:, None], jnp.stack(drafts, axis=1), state.slots.drafts)
-    return state._replace(mtp_kv=pool, slots=state.slots._replace(drafts=proposed))
+    return state._replace(mtp_kv=pool), jnp.stack(drafts, axis=1)
 
 
 def _mtp_rows(

@@ -214,7 +214,7 @@ def read_manifest(file: Path, again: str = "compile programs with `ninfer-jax co
 def compile_command(setup: Setup, target: str, out: Path | str, model: str = "MODEL") -> str:
     """The command that compiles programs for an engine of this configuration."""
     facts = setup.configuration(setup.programs())
-    fields = ("context", "slots", "pool", "draft", "kv", "prefill_chunk", "dtype", "kernels")
+    fields = ("context", "slots", "pool", "draft", "drafter", "kv", "prefill_chunk", "dtype", "kernels")
     options = [f"--{field.replace('_', '-')} {facts[field]}" for field in fields if field in facts]
     if setup.valid_ids == setup.model.vocab_size:  # as without a tokenizer, or with one that names every row
         options.append("--no-tokenizer")

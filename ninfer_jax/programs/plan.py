@@ -26,10 +26,10 @@ WORKSPACE_ALLOWANCE = 256 << 20
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Bytes. weights: by role. kv: page pools, the MTP layer's included. state: recurrent and convolution states, slots,
-    sampling. staging: one slot's state on its way to the host or back. workspace: temporaries and results that reuse nothing,
-    by program; one program runs at a time, so the largest counts. executables: serialised sizes. All but `allowance` come from
-    the compiler or from array shapes. kept, page: of host memory, the most that prefixes are kept in, and of one page there; of
-    `total` they are no part.
+    sampling, token ids where drafts are looked up. staging: one slot's state on its way to the host or back. workspace:
+    temporaries and results that reuse nothing, by program; one program runs at a time, so the largest counts. executables:
+    serialised sizes. All but `allowance` come from the compiler or from array shapes. kept, page: of host memory, the most that
+    prefixes are kept in, and of one page there; of `total` they are no part.
     """
 
     target: str
@@ -112,13 +112,14 @@ def make_plan(
         kept=kept,
         page=programs.page_bytes,
     )
-    left = plan.slack + plan.kv
+    # Tokens kept for look-ups give way with the pages.
+    left = plan.slack + plan.kv + (0 if state.history is None else nbytes(state.history))
     return dataclasses.replace(plan, max_context=max_contexts(setup, left))
 
 
 def max_contexts(setup: Setup, left: int) -> dict[str, int]:
-    """Tokens that each slot could hold in each KV format with `left` bytes for pages and the rest unchanged; formats that do
-    not go with the model are left out."""
+    """Tokens that each slot could hold in each KV format with `left` bytes for pages, and for the tokens' ids where drafts are
+    looked up, and the rest unchanged; formats that do not go with the model are left out."""
     found = {}
     limit = min(setup.model.max_positions, MAX_CONTEXT)
     for format in FORMATS:
@@ -126,7 +127,8 @@ def max_contexts(setup: Setup, left: int) -> dict[str, int]:
             check_format(format, setup.model.head_dim)
         except ValueError:
             continue
-        pages = left // page_bytes(setup.model, format, setup.shape.draft > 0) - 1  # page 0 is nobody's
+        a_page = page_bytes(setup.model, format, setup.shape.mtp) + (4 * PAGE if setup.shape.lookup else 0)
+        pages = left // a_page - 1  # page 0 is nobody's
         found[format] = max(0, min(limit, pages // setup.shape.slots * PAGE))
     return found
 

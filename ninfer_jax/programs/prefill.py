@@ -74,7 +74,8 @@ def _fill_mtp(model: TextModel, state: State, inputs: PrefillInputs, embedded: j
 
 
 def _advance(state: State, inputs: PrefillInputs, hidden: jax.Array, valid: jax.Array) -> State:
-    slot = inputs.slot
+    slot, history = inputs.slot, state.history
+    start = state.slots.length[slot]
     slots = state.slots._replace(
         length=state.slots.length.at[slot].add(inputs.count),
         hidden=state.slots.hidden.at[slot].set(hidden[jnp.maximum(inputs.count - 1, 0)]),
@@ -84,4 +85,8 @@ def _advance(state: State, inputs: PrefillInputs, hidden: jax.Array, valid: jax.
     seen = state.sampling.in_prompt[slot]
     marks = jnp.zeros_like(seen).at[inputs.tokens].max(valid)
     sampling = state.sampling._replace(in_prompt=state.sampling.in_prompt.at[slot].set(seen | marks))
-    return state._replace(slots=slots, sampling=sampling)
+    state = state._replace(slots=slots, sampling=sampling)
+    if history is None:
+        return state
+    here = jnp.where(valid, start + jnp.arange(len(valid)), history.shape[1])
+    return state._replace(history=history.at[slot, here].set(inputs.tokens, mode="drop"))

@@ -158,8 +158,8 @@ class Programs:
     def snapshot(self, state: State, slot: jax.Array) -> tuple[State, Snapshot]:
         return self.compiled("snapshot")(state, slot)
 
-    def restore(self, state: State, slot: jax.Array, given: Snapshot, seen: jax.Array) -> State:
-        return self.compiled("restore")(state, slot, given, seen)
+    def restore(self, state: State, slot: jax.Array, given: Snapshot, tokens: jax.Array) -> State:
+        return self.compiled("restore")(state, slot, given, tokens)
 
     def read_page(self, state: State, page: jax.Array) -> jax.Array:
         return self.compiled("read_page")(state, page)

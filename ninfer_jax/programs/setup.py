@@ -41,7 +41,7 @@ class Setup:
     kernels: str = "xla"
 
     def text_model(self) -> TextModel:
-        return TextModel(self.model, self.shape.dtype, mtp=self.shape.draft > 0, recipe=self.recipe)
+        return TextModel(self.model, self.shape.dtype, mtp=self.shape.mtp, recipe=self.recipe)
 
     def programs(self) -> Programs:
         return Programs(
@@ -60,6 +60,7 @@ class Setup:
             "context": shape.context,
             "slots": shape.slots,
             "draft": shape.draft,
+            "drafter": shape.drafter,
             "kv": shape.kv,
             "pool": shape.pool_tokens,
             "prefill_chunk": self.chunk,
@@ -90,8 +91,10 @@ def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: 
     chunk = (CHUNK_ON_CARD if on_card else CHUNK_ON_CPU) if engine.prefill_chunk is None else engine.prefill_chunk
     dtype = jnp.dtype(("bfloat16" if on_card else "float32") if engine.dtype == "auto" else engine.dtype)
     kv = check_format(engine.kv or ("bf16" if on_card else "f32"), model.head_dim)
-    if engine.draft and not model.mtp_layers:
-        raise ValueError(f"draft is {engine.draft}, but by its config the model has no MTP head to draft with; use draft 0")
+    if engine.mtp and not model.mtp_layers:
+        raise ValueError(
+            f"draft is {engine.draft}, but by its config the model has no MTP head to draft with; use draft 0 or drafter 'lookup'"
+        )
     if on_card and engine.kernels != "auto":
         raise ValueError(f"kernels is {engine.kernels!r}, which is for a CPU; on a card it is 'auto'")
     kernels = "xla" if on_card or engine.kernels == "xla" else "cpu"

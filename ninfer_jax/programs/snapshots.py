@@ -59,14 +59,18 @@ def snapshot(state: State, slot: jax.Array, width: int) -> tuple[State, Snapshot
     )
 
 
-def restore(state: State, slot: jax.Array, given: Snapshot, seen: jax.Array) -> State:
-    """`state` with `slot` standing where `given` was taken. Its table has the pages of those tokens; seen bool `[vocab]`: the ids
-    among them, for penalties. Settings, and counts of what was emitted, stay."""
+def restore(state: State, slot: jax.Array, given: Snapshot, tokens: jax.Array) -> State:
+    """`state` with `slot` standing where `given` was taken. Its table has the pages of those tokens; tokens int32 `[context]`:
+    their ids, then anything. Settings, and counts of what was emitted, stay."""
     slots, rows = state.slots, given.conv[0].shape[0] if given.conv else 0
 
     def put(array: jax.Array, value: jax.Array | int) -> jax.Array:
         return array.at[slot].set(value)
 
+    # Penalties ask which ids are among them.
+    there = jnp.arange(len(tokens)) < given.length
+    seen = jnp.zeros_like(state.sampling.in_prompt[slot]).at[tokens].max(there)
+    history = state.history
     pending = state.pending._replace(count=put(state.pending.count, 0), start=put(state.pending.start, 0))
     return state._replace(
         recurrent=tuple(map(put, state.recurrent, given.recurrent)),
@@ -79,6 +83,7 @@ def restore(state: State, slot: jax.Array, given: Snapshot, seen: jax.Array) -> 
         ),
         sampling=state.sampling._replace(in_prompt=put(state.sampling.in_prompt, seen)),
         pending=pending,
+        history=None if history is None else put(history, tokens),
     )
 
 

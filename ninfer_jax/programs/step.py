@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ninfer_jax.model import TextModel
+from ninfer_jax.programs.lookup import append
 from ninfer_jax.programs.pending import accept
 from ninfer_jax.programs.verify import verify_rows
 from ninfer_jax.state import State
@@ -27,4 +28,7 @@ def step(model: TextModel, state: State, slot: jax.Array, token: jax.Array, kv: 
     logits = model.logits(hidden[:, 0])
     after = accept(here, mine, emitted)
     linked = slots.linked & ~mine  # its MTP entry waits for nothing
+    history = state.history
+    if history is not None:
+        after = after._replace(history=append(history, slots.length, rows, emitted))
     return after._replace(slots=slots._replace(length=slots.length + emitted, linked=linked)), logits[slot]

@@ -23,7 +23,9 @@ class Slots(NamedTuple):
     table int32 `[S, pages_per_slot]`: block tables, 0 where no page is owned.
     length int32 `[S]`: tokens that the recurrent states and pages have consumed.
     token int32 `[S]`: the last emitted token, not consumed yet.
-    drafts int32 `[S, K]`: proposals for the tokens after it.
+    drafts int32 `[S, K]`: proposals for the tokens after it, -1 where there is none.
+    parents int32 `[S, K + 1]`: of each row of the next round the row that its token comes after; -1 for the first, whose token is
+        not a draft. Today always a chain: row - 1.
     hidden `[S, hidden]`: final-normed hidden of the last token of the prompt so far; the first token is drawn from it.
     linked bool `[S]`: that is the token at `length` - 1, and the MTP layer's entry there waits for the token after it.
     active bool `[S]`: takes part in decode rounds.
@@ -35,6 +37,7 @@ class Slots(NamedTuple):
     length: jax.Array
     token: jax.Array
     drafts: jax.Array
+    parents: jax.Array
     hidden: jax.Array
     linked: jax.Array
     active: jax.Array
@@ -59,7 +62,8 @@ class State(NamedTuple):
     """kv: page pools, one an attention layer. mtp_kv: the MTP layer's, or None. recurrent float32 `[S, value_heads,
     key_dim, value_dim]` and conv `[S, ring, channels]` (raw convolution inputs), one each a GDN layer; the states lack the
     rows that `pending` counts. Where none wait and start is 0, the first width - 1 rows of conv are the window of the
-    convolution, oldest first. masks: of slots with a grammar, for their next draw.
+    convolution, oldest first. masks: of slots with a grammar, for their next draw. history int32 `[S, context]`: ids of the
+    tokens consumed and, in an active slot, of the last emitted, where drafts are looked up in them; else None.
     """
 
     kv: tuple[KVPages, ...]
@@ -70,6 +74,7 @@ class State(NamedTuple):
     sampling: SamplingState
     pending: Pending
     masks: Masks
+    history: jax.Array | None = None
 
 
 class StateShape(NamedTuple):
@@ -81,6 +86,17 @@ class StateShape(NamedTuple):
     pages: int  # in each pool, the ownerless page 0 included
     kv: str
     dtype: jnp.dtype
+    drafter: str = "none"  # "none" exactly where draft is 0
+
+    @property
+    def mtp(self) -> bool:
+        """Whether the MTP head drafts."""
+        return "mtp" in self.drafter
+
+    @property
+    def lookup(self) -> bool:
+        """Whether drafts are looked up in a sequence's own tokens."""
+        return "lookup" in self.drafter
 
     @property
     def pages_per_slot(self) -> int:
@@ -100,7 +116,8 @@ def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dt
         raise ValueError(f"context is {context}, the model's max_position_embeddings is {model.max_positions}")
     per_slot = -(-context // PAGE)
     pooled = engine.slots * per_slot if engine.pool is None else -(-engine.pool // PAGE)
-    return StateShape(engine.slots, engine.draft, context, pooled + 1, kv, dtype)
+    draft = 0 if engine.drafter == "none" else engine.draft
+    return StateShape(engine.slots, draft, context, pooled + 1, kv, dtype, engine.drafter if draft else "none")
 
 
 def state_struct(model: ModelConfig, shape: StateShape) -> State:
@@ -116,6 +133,7 @@ def state_struct(model: ModelConfig, shape: StateShape) -> State:
         length=array((s,), jnp.int32),
         token=array((s,), jnp.int32),
         drafts=array((s, shape.draft), jnp.int32),
+        parents=array((s, shape.draft + 1), jnp.int32),
         hidden=array((s, model.hidden_size), dtype),
         linked=array((s,), jnp.bool_),
         active=array((s,), jnp.bool_),
@@ -127,13 +145,14 @@ def state_struct(model: ModelConfig, shape: StateShape) -> State:
     record, number = array((s, ring, Layout(*heads).columns), jnp.float32), array((s,), jnp.int32)
     return State(
         kv=tuple(pool() for _ in model.attention_layers),
-        mtp_kv=pool() if shape.draft else None,
+        mtp_kv=pool() if shape.mtp else None,
         recurrent=tuple(array(matrix, jnp.float32) for _ in model.gdn_layers),
         conv=tuple(array((s, ring, model.conv_channels), dtype) for _ in model.gdn_layers),
         slots=slots,
         sampling=sampling_struct(s, model.vocab_size),
         pending=Pending(number, number, tuple(record for _ in model.gdn_layers)),
         masks=masks_struct(s, shape.draft + 1, model.vocab_size),
+        history=array((s, shape.context), jnp.int32) if shape.lookup else None,
     )
 
 

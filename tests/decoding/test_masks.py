@@ -79,7 +79,9 @@ def test_drafts_under_masks_give_what_single_tokens_give(draw, temperature: floa
             now = state(1, temperature, len(tokens) - 1)
             now = now._replace(counts=jnp.asarray(np.bincount(tokens[1:], minlength=VOCAB)[None], jnp.int32))
             drawn = draw(logits, mask, on, now, jnp.array([drafts], jnp.int32))
-            verdict = judge(drawn, jnp.array([drafts], jnp.int32), jnp.full((1, 1), -1), jnp.array([99]), on)
+            verdict = judge(
+                drawn, jnp.array([drafts], jnp.int32), jnp.arange(-1, K)[None], jnp.full((1, 1), -1), jnp.array([99]), on
+            )
             # Without drafts only the first row counts.
             count = int(verdict.emitted[0]) if drafting else 1
             tokens += np.asarray(drawn)[0, :count].tolist()

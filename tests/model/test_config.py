@@ -4,6 +4,7 @@ EngineConfig's bounds."""
 import copy
 import json
 import logging
+import re
 
 import pytest
 
@@ -406,12 +407,22 @@ def test_prefill_chunk_is_whole_blocks():
         EngineConfig(prefill_chunk=100)
 
 
-@pytest.mark.parametrize("field, value, known", [("kv", "fp8", "rk4v4-e8"), ("dtype", "float16", "bfloat16")])
+@pytest.mark.parametrize(
+    "field, value, known", [("kv", "fp8", "rk4v4-e8"), ("dtype", "float16", "bfloat16"), ("drafter", "eagle", "lookup")]
+)
 def test_unknown_formats(field, value, known):
     with pytest.raises(ValueError, match=f"{value}.*{known}"):
         EngineConfig(**{field: value})
 
 
+@pytest.mark.parametrize("drafter", ["lookup", "mtp+lookup"])
+def test_who_looks_up_needs_drafts_to_make(drafter):
+    with pytest.raises(ValueError, match=re.escape(f"drafter is '{drafter}', but draft is 0") + ".*set draft from 1 to 5$"):
+        EngineConfig(drafter=drafter)
+    assert [EngineConfig(draft=1, drafter=d).mtp for d in ("mtp", "mtp+lookup", "lookup", "none")] == [True, True, False, False]
+
+
 def test_defaults_ask_for_nothing():
     config = EngineConfig()
+    assert config.drafter == "mtp" and not config.mtp
     assert (config.slots, config.draft, config.context, config.kv, config.dtype) == (1, 0, None, None, "auto")

@@ -52,14 +52,30 @@ def test_the_27b_by_hand() -> None:
     assert max(made.workspace.values()) == 100 << 20 and made.executables == 11 * (4 << 20)
 
 
-def test_the_advised_context_fits_and_one_page_more_does_not() -> None:
-    _, made = plan_27b(slots=4)
+@pytest.mark.parametrize("slots", [1, 4])
+def test_who_drafts_by_hand(slots: int) -> None:
+    """To look drafts up takes four bytes a token of the context and slot, and nothing else; without the MTP head go its layer's
+    pages and its weights."""
+    pool = slots * 262_144
+    (_, head), (_, both), (_, lookup), (_, none) = (
+        plan_27b(slots=slots, drafter=drafter) for drafter in ("mtp", "mtp+lookup", "lookup", "none")
+    )
+    assert both.state - head.state == 4 * pool and both.kv == head.kv and both.weights == head.weights
+    assert head.kv - lookup.kv == head.kv - none.kv == 4 * 272 * (pool + 64)
+    assert lookup.weights == none.weights and head.weights["mtp"] > 400 << 20 and "mtp" not in lookup.weights
+    assert {role for role in lookup.weights if lookup.weights[role] != head.weights[role]} == {"norm"}
+    assert lookup.state == both.state and lookup.staging == none.staging == head.staging
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "mtp+lookup"])
+def test_the_advised_context_fits_and_one_page_more_does_not(drafter: str) -> None:
+    _, made = plan_27b(slots=4, drafter=drafter)
     assert not made.fits and made.slack < 0
     for format, tokens in made.max_context.items():
         if tokens in (0, 262_144):
             continue
-        _, at = plan_27b(slots=4, kv=format, context=tokens)
-        _, beyond = plan_27b(slots=4, kv=format, context=tokens + 64)
+        _, at = plan_27b(slots=4, drafter=drafter, kv=format, context=tokens)
+        _, beyond = plan_27b(slots=4, drafter=drafter, kv=format, context=tokens + 64)
         # Block tables grow with the context too, by 64 bytes a page and slot.
         assert at.slack > -(1 << 20) and beyond.slack < at.slack
         assert beyond.slack < (1 << 20)

@@ -78,6 +78,7 @@ ASKED = (
     (replace(GREEDY, logprobs=20, logit_bias={7: 2.0, 900: -1.0}), 130),
 )
 PER_SLOT = 4  # pages
+CHAIN = np.arange(-1, 5)  # each row comes after the one before it
 
 
 @dataclass
@@ -109,7 +110,9 @@ def start(programs: Programs, sequences: list[int]) -> tuple[State, np.ndarray]:
             if hasattr(new, name):
                 array[slot] = getattr(new, name)
         np.add.at(state.sampling.bias[slot], new.bias_ids, new.bias_values)
-        for name, value in dict(table=tables[slot], length=length, token=sequence, left=100, active=True).items():
+        for name, value in dict(
+            table=tables[slot], length=length, token=sequence, left=100, active=True, parents=CHAIN[: programs.shape.draft + 1]
+        ).items():
             getattr(state.slots, name)[slot] = value
         for recurrent, conv in zip(state.recurrent, state.conv, strict=True):
             recurrent[slot] = rng.normal(0, 0.1, recurrent.shape[1:])
