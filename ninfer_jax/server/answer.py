@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ninfer_jax.server.backend import Backend, Busy, Running
+from ninfer_jax.server.backend import Backend, Busy, Lost, Running
 from ninfer_jax.server.errors import ApiError, bad, too_long
 from ninfer_jax.server.service import Service
-from ninfer_jax.text import StopMatcher, Tokenizer, starts_in_reasoning
-from ninfer_jax.text.reasoning import CLOSE
-from ninfer_jax.text.tools.events import CallEnd, Event
+from ninfer_jax.text import IncrementalDecoder
+from ninfer_jax.text.tools import CLOSE_REASONING, Event, Outcome
 
 if TYPE_CHECKING:
     from ninfer_jax.decoding import SamplingParams
@@ -23,31 +22,37 @@ if TYPE_CHECKING:
 OUT_OF_BUDGET = (
     "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n</think>\n\n"
 )
-UNCLOSED = "\n</think>\n\n"
 
 
 class Parser(Protocol):
-    """Turns an answer's reasoning and text into events; what they say together does not depend on how the text is cut."""
+    """The text of an answer into events, as `text.tools.AnswerParser` does it."""
 
-    def push(self, reasoning: str, text: str) -> list[Event]: ...
-    def finish(self, truncated: bool) -> list[Event]: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def in_reasoning(self) -> bool: ...
+    @property
+    def open_reasoning(self) -> bool: ...
+    @property
+    def outcome(self) -> Outcome | None: ...
+    def push(self, text: str) -> list[Event]: ...
+    def finish(self, cut: bool = False) -> list[Event]: ...
 
 
 @dataclass(frozen=True)
 class Ask:
     """A request as the engine gets it.
 
-    ids: the prompt. budget: reasoning tokens at most, None for no bound. parser: makes a new one for each answer. opener: text that
-    the answer is made to begin with, after its reasoning. one_call: it ends with its first tool call. session, snapshots: see
-    `Backend.submit`. arrived: `time.perf_counter()` when the request came.
+    ids: the prompt. params: without stop strings, which the parser looks for. parser: makes a new one for each answer. budget:
+    reasoning tokens at most, None for no bound. prefix: what the answer is made to begin with, behind its reasoning. session,
+    snapshots: see `Backend.submit`. arrived: `time.perf_counter()` when the request came.
     """
 
     ids: list[int]
     params: SamplingParams
     parser: Callable[[], Parser]
     budget: int | None = None
-    opener: str | None = None
-    one_call: bool = False
+    prefix: str = ""
     session: str | None = None
     snapshots: tuple[int, ...] = ()
     arrived: float = field(default_factory=time.perf_counter)
@@ -95,32 +100,32 @@ def submit_checked(backend: Backend, ask: Ask, prompt: list[int], params: Sampli
 
 
 class Answer:
-    """One answer, submitted when it is made: ApiError for what is refused. `steps` runs once."""
+    """One answer, submitted when it is made: ApiError for what is refused. `steps` runs once.
+
+    It may take several requests of the engine, each going on where the last one ended: where reasoning has used up its budget or
+    the model ended its turn inside, the server writes what closes it; and where a tool has to be called, the beginning of the call.
+    The prefix cache has all that was computed.
+    """
 
     def __init__(self, service: Service, ask: Ask, route: str):
         self._service, self._ask, self._route = service, ask, route
         self._backend = service.engine
-        self._params = ask.params
-        self._tokenizer: Tokenizer = self._backend.text.tokenizer
-        self._close = self._tokenizer.control_tokens.get(CLOSE)
+        self._tokenizer = self._backend.text.tokenizer
+        self._parser = ask.parser()
+        self._prefix = ask.prefix
         self._produced: list[int] = []
-        self._thinking = starts_in_reasoning(ask.ids, self._tokenizer)
         self._reasoning_tokens = 0
         self._rescued = False
-        self._parser = ask.parser()
-        self._calls = 0
         self._cached = self._drafted = self._accepted = 0
         self._first: float | None = None
         self._prefill = 0.0
-        self._opener = ask.opener
-        self._opened: list[Event] = []
-        if self._opener and not self._thinking:
-            self._opened = self._parser.push("", self._opener)
-            self._produced, self._opener = self._tokenizer.encode(self._opener, allow_special=True), None
-        self._running = submit_checked(self._backend, ask, ask.ids + self._produced, self._limited())
+        self._begun: list[Event] = []
+        if self._prefix and not self._parser.in_reasoning:
+            self._begun = self._write_prefix()
+        self._decoder, self._running = self._submit()
+        self._counted = True
         service.running += 1
         service.metrics.in_flight.inc()
-        self._counted = True
 
     def drop(self) -> None:
         """End it here, whatever it has come to."""
@@ -133,10 +138,10 @@ class Answer:
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Its steps; the last has the ending. ApiError if it cannot come to one."""
         try:
-            if self._opened:
-                yield Step(self._opened)
+            if self._begun:
+                yield Step(self._begun)
             while True:
-                forced = None
+                forced: str | None = None
                 async with aclosing(self._leg()) as leg:
                     async for step, wanted in leg:
                         forced = wanted
@@ -144,143 +149,116 @@ class Answer:
                 if forced is None:
                     return
                 yield Step(self._force(forced))
+        except Lost as lost:
+            raise ApiError(503, str(lost), code="answer_lost", retry_after=1) from None
         finally:
             self.drop()
 
     async def _leg(self) -> AsyncGenerator[tuple[Step, str | None], None]:
-        """Steps of one engine request, each with the text that has to be forced after it, if any, which ends the leg."""
+        """Steps of one engine request, each with what has to be written after it: None for nothing; anything else ends the leg."""
         async for piece in self._running:
             if piece.tokens and self._first is None:
                 self._first = time.perf_counter() - self._ask.arrived
-            thought = self._thinking
-            self._produced += piece.tokens
-            self._count_reasoning(piece.tokens)
+            events, used, forced = self._read(piece.tokens)
             done = piece.completion
-            if thought and not self._thinking and self._opener:  # the reasoning has closed in this piece: drop what comes after
-                behind = piece.tokens.index(self._close) + 1
-                del self._produced[len(self._produced) - len(piece.tokens) + behind :]
-                self._running.cancel()
-                yield Step(self._parser.push(piece.reasoning, ""), piece.tokens[:behind], list(piece.logprobs[:behind])), ""
-                return
-            events = self._parser.push(piece.reasoning, piece.text)
-            step = Step(events, piece.tokens, list(piece.logprobs))
             if done is not None:
-                self._count(done.stats)
-            if (
-                self._ask.one_call
-                and (first := next((i for i, e in enumerate(events) if isinstance(e, CallEnd)), None)) is not None
-            ):
-                self._running.cancel()
-                yield replace(step, events=events[: first + 1], ending=self._ending("tool_calls", None)), None
-                return
-            self._calls += sum(isinstance(event, CallEnd) and event.complete for event in events)
-            forced = self._needs(done)
-            if done is None:
-                yield step, forced
-                if forced:
-                    self._running.cancel()
-                    return
-            elif forced:
-                if self._produced and self._produced[-1] in self._ends():
-                    self._produced.pop()
-                yield step, forced
-                return
+                self._count(done)
+            step = Step(events, piece.tokens[:used], list(piece.logprobs[:used]))
+            if forced is None and not self._parser.done:
+                if done is None:
+                    yield step, None
+                    continue
+                if done.finish_reason == "cancelled":
+                    raise ApiError(503, "the answer was stopped: the server is shutting down", code="shutting_down", retry_after=10)
+                forced = self._after_end(done, events)
+            self._running.cancel()
+            if forced is None:
+                cut = done is not None and done.finish_reason == "length"
+                yield replace(step, events=events + self._parser.finish(cut), ending=self._ending()), None
             else:
-                yield self._last(done, step), None
-                return
+                yield step, forced
+            return
         raise ApiError(500, "the engine ended the answer without saying how")
 
-    def _needs(self, done: Completion | None) -> str | None:
-        """The text that closes the reasoning where the budget is used up, or where the model has ended its turn inside."""
-        if not self._thinking or self._close is None or self._rescued:
+    def _read(self, tokens: list[int]) -> tuple[list[Event], int, str | None]:
+        """(events of a round's tokens, how many of them were taken, what has to be written after those)."""
+        events: list[Event] = []
+        for at, token in enumerate(tokens):
+            thinking = self._parser.in_reasoning
+            self._produced.append(token)
+            self._reasoning_tokens += thinking
+            events += self._parser.push(self._decoder.push([token]))
+            if self._parser.done:
+                return events, at + 1, None
+            if thinking and not self._parser.in_reasoning and self._prefix:
+                return events, at + 1, ""
+            budget, ends = self._ask.budget, self._backend.text.defaults.eos_ids
+            if budget is not None and self._reasoning_tokens >= budget and self._parser.in_reasoning and token not in ends:
+                if not self._rescued:
+                    return events, at + 1, OUT_OF_BUDGET
+        return events, len(tokens), None
+
+    def _after_end(self, done: Completion, events: list[Event]) -> str | None:
+        """What has to be written where the model ended its turn inside its reasoning; None if it has not, or if that did not help."""
+        events += self._parser.push(self._decoder.flush())
+        if done.finish_reason == "length" or self._rescued or self._parser.done or not self._parser.open_reasoning:
             return None
-        budget = self._ask.budget
-        if budget is not None and self._reasoning_tokens >= budget and (done is None or done.finish_reason == "stop"):
-            return OUT_OF_BUDGET
-        if done is not None and done.finish_reason == "stop" and done.tokens and done.tokens[-1] in self._ends():
-            return UNCLOSED
-        return None
+        if self._produced and self._produced[-1] in self._backend.text.defaults.eos_ids:
+            self._produced.pop()
+        return CLOSE_REASONING
 
     def _force(self, text: str) -> list[Event]:
-        """Goes on after forced text: what closes the reasoning, if it is open, and the answer's opener; their events."""
+        """Goes on after text that the server writes, and after the prefix of a call that has to come; their events."""
+        events: list[Event] = []
         if text:
+            self._rescued = True
             self._service.metrics.forced.labels("budget" if text is OUT_OF_BUDGET else "end_of_turn").inc()
             ids = self._tokenizer.encode(text, allow_special=True)
             self._reasoning_tokens += len(ids)
             self._produced += ids
-        self._rescued, self._thinking = True, False
-        events = self._parser.push(text.removesuffix(UNCLOSED), "")
-        if self._opener:
-            self._produced += self._tokenizer.encode(("" if text else "\n\n") + self._opener, allow_special=True)
-            events += self._parser.push("", self._opener)
-            self._opener = None
-        prompt = self._ask.ids + self._produced
-        if len(prompt) >= self._backend.context:
+            events += self._parser.push(text)
+        if self._prefix:
+            events += self._write_prefix("" if text else "\n\n")
+        if len(self._ask.ids) + len(self._produced) >= self._backend.context:
             raise ApiError(400, "thinking_budget: no room is left for an answer after the reasoning", param="thinking_budget")
-        self._running = submit_checked(self._backend, self._ask, prompt, self._limited())
+        self._decoder, self._running = self._submit()
         return events
 
-    def _limited(self) -> SamplingParams:
-        """The settings for what is left of the answer."""
-        limit = self._params.max_new_tokens
-        return self._params if limit is None else replace(self._params, max_new_tokens=max(1, limit - len(self._produced)))
+    def _write_prefix(self, before: str = "") -> list[Event]:
+        text, self._prefix = before + self._prefix, ""
+        self._produced += self._tokenizer.encode(text, allow_special=True)
+        return self._parser.push(text)
 
-    def _count_reasoning(self, tokens: list[int]) -> None:
-        if not self._thinking:
-            return
-        if self._close in tokens:
-            self._reasoning_tokens += tokens.index(self._close) + 1
-            self._thinking = False
-        else:
-            self._reasoning_tokens += len(tokens)
+    def _submit(self) -> tuple[IncrementalDecoder, Running]:
+        """The engine at work on all that there is so far."""
+        prompt, params = self._ask.ids + self._produced, self._ask.params
+        if params.max_new_tokens is not None:
+            params = replace(params, max_new_tokens=max(1, params.max_new_tokens - len(self._produced)))
+        return IncrementalDecoder(self._tokenizer, after=prompt), submit_checked(self._backend, self._ask, prompt, params)
 
-    def _count(self, stats: Any) -> None:
-        self._cached = self._cached or getattr(stats, "cached_tokens", 0)
-        self._drafted += stats.drafted
-        self._accepted += stats.accepted
-        self._prefill = self._prefill or stats.prefill_s
+    def _count(self, done: Completion) -> None:
+        self._cached = self._cached or getattr(done.stats, "cached_tokens", 0)
+        self._drafted += done.stats.drafted
+        self._accepted += done.stats.accepted
+        self._prefill = self._prefill or done.stats.prefill_s
 
-    def _ends(self) -> Sequence[int]:
-        return self._backend.text.defaults.eos_ids
-
-    def _last(self, done: Completion, step: Step) -> Step:
-        """The step with what the parser still held, and the ending."""
-        if done.finish_reason == "cancelled":
-            raise ApiError(503, "the answer was stopped because the server is shutting down", code="shutting_down", retry_after=10)
-        finish, stop = "length" if done.finish_reason == "length" else "stop", None
-        held = self._parser.finish(finish == "length")
-        self._calls += sum(isinstance(event, CallEnd) and event.complete for event in held)
-        if finish == "stop" and self._params.stop and not (done.tokens and done.tokens[-1] in self._ends()):
-            stop = matched_stop(self._params.stop, self._tokenizer, self._produced, self._close)
-        if finish == "stop" and self._calls:
-            finish = "tool_calls"
-        return replace(step, events=step.events + held, ending=self._ending(finish, stop))
-
-    def _ending(self, finish: str, stop: str | None) -> Ending:
+    def _ending(self) -> Ending:
+        outcome = self._parser.outcome
+        assert outcome is not None, "finish was called"
         usage = Usage(len(self._ask.ids), self._cached, len(self._produced), self._reasoning_tokens)
-        self._service.metrics.answered(self._record(usage, finish))
-        return Ending(finish, stop, usage)
-
-    def _record(self, usage: Usage, finish: str) -> dict[str, Any]:
-        """Timings of the answer; no text."""
-        return {
-            "route": self._route,
-            "prompt_tokens": usage.prompt,
-            "cached_tokens": usage.cached,
-            "completion_tokens": usage.completion,
-            "reasoning_tokens": usage.reasoning,
-            "finish_reason": finish,
-            "first_token_s": self._first,
-            "prefill_s": self._prefill,
-            "total_s": time.perf_counter() - self._ask.arrived,
-            "drafted": self._drafted,
-            "accepted": self._accepted,
-        }
-
-
-def matched_stop(stops: Sequence[str], tokenizer: Tokenizer, tokens: list[int], close: int | None) -> str | None:
-    """The stop string that ended an answer: the first in its text, after the reasoning if there was any."""
-    start = tokens.index(close) + 1 if close in tokens else 0
-    matcher = StopMatcher(stops)
-    matcher.push(tokenizer.decode(tokens[start:]))
-    return matcher.matched
+        self._service.metrics.answered(
+            {
+                "route": self._route,
+                "prompt_tokens": usage.prompt,
+                "cached_tokens": usage.cached,
+                "completion_tokens": usage.completion,
+                "reasoning_tokens": usage.reasoning,
+                "finish_reason": outcome.reason,
+                "first_token_s": self._first,
+                "prefill_s": self._prefill,
+                "total_s": time.perf_counter() - self._ask.arrived,
+                "drafted": self._drafted,
+                "accepted": self._accepted,
+            }
+        )
+        return Ending(outcome.reason, outcome.stop, usage)

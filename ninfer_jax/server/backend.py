@@ -23,13 +23,16 @@ class Busy(Exception):
         self.retry_after = retry_after
 
 
-class Piece(Protocol):
-    """A part of an answer as it is produced, `engine.Delta`: the last one has the completion, the others None."""
+class Lost(Exception):
+    """An answer that cannot go on through no fault of its own; asking again gives the whole of it."""
 
-    @property
-    def text(self) -> str: ...
-    @property
-    def reasoning(self) -> str: ...
+
+class Piece(Protocol):
+    """A round's tokens, and their logprobs if they were asked for: `engine.Delta`. The last piece has the completion, others None.
+
+    Text is made of the tokens by the server: stop strings, reasoning and calls are its business.
+    """
+
     @property
     def tokens(self) -> list[int]: ...
     @property

@@ -25,9 +25,9 @@ from ninfer_jax.server.schemas import ChatRequest
 from ninfer_jax.server.service import Service, session_of
 from ninfer_jax.server.streams import EventStream, together, unless_gone, with_heartbeat
 from ninfer_jax.server.thinking import thought_of
-from ninfer_jax.server.tools import openai_tools
+from ninfer_jax.server.tools import parser_for, plan_of
 from ninfer_jax.text import Tokenizer
-from ninfer_jax.text.tools.events import CallArguments, CallBegin, ContentText, Event, ReasoningText
+from ninfer_jax.text.tools import CallArguments, CallBegin, ContentText, Event, ReasoningText
 
 KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n")
 
@@ -128,7 +128,7 @@ def _ask(service: Service, backend: Backend, request: Request, body: ChatRequest
     if body.response_format and body.response_format.get("type") != "text":
         raise bad("response_format: only text is supported by this server", "response_format")
     thought = thought_of(body, backend.text.template)
-    tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    plan = plan_of(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = sampling_params(
         backend,
         body,
@@ -136,9 +136,10 @@ def _ask(service: Service, backend: Backend, request: Request, body: ChatRequest
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     messages, marks = prepared_messages(service, body.messages)
-    ids, snapshots = chat_ids(backend, messages, tools.shown, thought.options, marks)
+    ids, snapshots = chat_ids(backend, messages, plan.rendered, thought.options, marks)
     session = session_of(dict(request.headers), body.prompt_cache_key)
-    ask = Ask(ids, params, tools.parser, thought.budget, tools.opener, tools.one_call, session, snapshots, arrived)
+    parser = parser_for(ids, backend.text.tokenizer, plan, params.stop)
+    ask = Ask(ids, replace(params, stop=()), parser, thought.budget, plan.prefix, session, snapshots, arrived)
     return ask, thought.hidden
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ninfer_jax.server.answer import Answer, Ending
 from ninfer_jax.text import Tokenizer
-from ninfer_jax.text.tools.events import CallArguments, CallBegin, ContentText, Event, ReasoningText
+from ninfer_jax.text.tools import CallArguments, CallBegin, ContentText, Event, ReasoningText
 
 if TYPE_CHECKING:
     from ninfer_jax.engine.results import TokenLogprob

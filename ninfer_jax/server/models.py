@@ -14,7 +14,7 @@ from ninfer_jax.server.errors import ApiError, bad, error_response
 from ninfer_jax.server.prepare import chat_ids
 from ninfer_jax.server.schemas import DetokenizeRequest, TokenizeRequest
 from ninfer_jax.server.service import Phase, Service
-from ninfer_jax.server.tools import openai_tools
+from ninfer_jax.server.tools import plan_of
 
 
 def _described(service: Service) -> dict[str, Any]:
@@ -90,7 +90,7 @@ async def tokenize(service: Service, request: Request, body: TokenizeRequest) ->
     def encode() -> list[int]:
         if text is not None:
             return backend.text.tokenizer.encode(text, allow_special=bool(body.add_special))
-        shown = openai_tools(body.tools, None, None).shown
+        shown = plan_of(body.tools).rendered
         messages = tool_results_in_order(body.messages or [])
         generate = body.add_generation_prompt is not False
         return chat_ids(backend, messages, shown, body.chat_template_kwargs or {}, generate=generate)[0]

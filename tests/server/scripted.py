@@ -19,8 +19,6 @@ CONTEXT = 4096
 
 @dataclass
 class Piece:
-    text: str
-    reasoning: str
     tokens: list[int]
     logprobs: list[TokenLogprob]
     completion: Completion | None
@@ -56,7 +54,7 @@ class Running:
             kept = entries[: len(sequence.tokens) - before] if sequence.params.logprobs is not None else []
             if delta.completion:
                 delta.completion.stats.cached_tokens = engine.cached
-            yield Piece(delta.text, delta.reasoning, delta.tokens, kept, delta.completion)
+            yield Piece(delta.tokens, kept, delta.completion)
             await asyncio.sleep(engine.round_s)
         self.cancel()
 

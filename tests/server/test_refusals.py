@@ -37,7 +37,7 @@ CHAT = "/v1/chat/completions"
         (ASK | {"stream_options": {"x": 1}}, "stream_options.x: this server has no such field"),
         (ASK | {"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search'"),
         (ASK | {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-        (ASK | {"tool_choice": "required"}, "tool_choice: required"),
+        (ASK | {"tool_choice": "required"}, "tool_choice: a call is required"),
         (ASK | {"chat_template_kwargs": {"mood": 1}}, "mood: this chat template has no such option"),
         (ASK | {"reasoning_effort": "none", "enable_thinking": True}, "enable_thinking: given twice"),
         (ASK | {"top_logprobs": 3}, "top_logprobs: needs logprobs"),
