@@ -192,14 +192,13 @@ class Answer:
                 return events, at + 1, None
             if thinking and not self._parser.in_reasoning and self._prefix:
                 return events, at + 1, ""
-            budget, ends = self._ask.budget, self._backend.text.defaults.eos_ids
-            if budget is not None and self._reasoning_tokens >= budget and self._parser.in_reasoning and token not in ends:
-                if not self._rescued:
-                    return events, at + 1, OUT_OF_BUDGET
+            used_up = self._ask.budget is not None and self._reasoning_tokens >= self._ask.budget and not self._rescued
+            if used_up and self._parser.in_reasoning and token not in self._backend.text.defaults.eos_ids:
+                return events, at + 1, OUT_OF_BUDGET
         return events, len(tokens), None
 
     def _after_end(self, done: Completion, events: list[Event]) -> str | None:
-        """What has to be written where the model ended its turn inside its reasoning; None if it has not, or if that did not help."""
+        """What has to be written where the model ended its turn inside its reasoning; None if it has not, or not for the first time."""
         events += self._parser.push(self._decoder.flush())
         if done.finish_reason == "length" or self._rescued or self._parser.done or not self._parser.open_reasoning:
             return None

@@ -15,7 +15,8 @@ from ninfer_jax.server.chat import chat_completions
 from ninfer_jax.server.endpoint import endpoint, unexpected
 from ninfer_jax.server.errors import ApiError, error_response
 from ninfer_jax.server.guard import Guard
-from ninfer_jax.server.schemas import ChatRequest, DetokenizeRequest, TokenizeRequest
+from ninfer_jax.server.messages import count_tokens, messages
+from ninfer_jax.server.schemas import ChatRequest, CountTokensRequest, DetokenizeRequest, MessagesRequest, TokenizeRequest
 from ninfer_jax.server.service import Service
 
 
@@ -23,6 +24,8 @@ def build_app(service: Service) -> Starlette:
     """The application over a service, whose engine may come later."""
     routes = [
         Route("/v1/chat/completions", endpoint(ChatRequest, chat_completions), methods=["POST"]),
+        Route("/v1/messages", endpoint(MessagesRequest, messages), methods=["POST"]),
+        Route("/v1/messages/count_tokens", endpoint(CountTokensRequest, count_tokens), methods=["POST"]),
         Route("/v1/models", models.list_models),
         Route("/v1/models/{name:path}", models.get_model),
         Route("/tokenize", endpoint(TokenizeRequest, models.tokenize), methods=["POST"]),

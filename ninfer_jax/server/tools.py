@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,12 @@ def plan_of(tools: list[Any] | None, choice: object = None, parallel: bool | Non
         raise bad(str(error)) from None
 
 
-def parser_for(ids: Sequence[int], tokenizer: Tokenizer, plan: ToolPlan, stop: Sequence[str]) -> Callable[[], Parser]:
-    """Makes a parser for each answer to a prompt. stop: as `SamplingParams.stop`, checked."""
+def parser_for(
+    ids: Sequence[int], tokenizer: Tokenizer, plan: ToolPlan, stop: Sequence[str], prefix: str = "call_"
+) -> Callable[[], Parser]:
+    """Makes a parser for each answer to a prompt. stop: as `SamplingParams.stop`, checked. prefix: of the ids of calls."""
     thinking = starts_in_reasoning(ids, tokenizer)
-    return lambda: AnswerParser(thinking, plan.callable, stop, plan.max_calls)
+    return lambda: AnswerParser(thinking, plan.callable, stop, plan.max_calls, lambda: prefix + secrets.token_hex(12))
 
 
 class RawParser:
