@@ -12,11 +12,21 @@ from starlette.routing import Route
 
 from ninfer_jax.server import models
 from ninfer_jax.server.chat import chat_completions
+from ninfer_jax.server.completions import completions
 from ninfer_jax.server.endpoint import endpoint, unexpected
 from ninfer_jax.server.errors import ApiError, error_response
 from ninfer_jax.server.guard import Guard
 from ninfer_jax.server.messages import count_tokens, messages
-from ninfer_jax.server.schemas import ChatRequest, CountTokensRequest, DetokenizeRequest, MessagesRequest, TokenizeRequest
+from ninfer_jax.server.responses import responses
+from ninfer_jax.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    CountTokensRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from ninfer_jax.server.service import Service
 
 
@@ -24,6 +34,8 @@ def build_app(service: Service) -> Starlette:
     """The application over a service, whose engine may come later."""
     routes = [
         Route("/v1/chat/completions", endpoint(ChatRequest, chat_completions), methods=["POST"]),
+        Route("/v1/completions", endpoint(CompletionRequest, completions), methods=["POST"]),
+        Route("/v1/responses", endpoint(ResponsesRequest, responses), methods=["POST"]),
         Route("/v1/messages", endpoint(MessagesRequest, messages), methods=["POST"]),
         Route("/v1/messages/count_tokens", endpoint(CountTokensRequest, count_tokens), methods=["POST"]),
         Route("/v1/models", models.list_models),

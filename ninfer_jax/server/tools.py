@@ -52,3 +52,8 @@ class RawParser:
         self.outcome = Outcome("length" if cut and not self.done else "stop", self._stops.matched)
         self.done = True
         return [ContentText(text)] if text else []
+
+
+def content_of(events: list[Event]) -> str:
+    """The content text among the events."""
+    return "".join(event.text for event in events if isinstance(event, ContentText))
