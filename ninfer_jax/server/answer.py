@@ -198,7 +198,7 @@ class Answer:
         return events, len(tokens), None
 
     def _after_end(self, done: Completion, events: list[Event]) -> str | None:
-        """What has to be written where the model ended its turn inside its reasoning; None if it has not, or not for the first time."""
+        """What has to be written where the model ended its turn inside its reasoning, for the first time; else None."""
         events += self._parser.push(self._decoder.flush())
         if done.finish_reason == "length" or self._rescued or self._parser.done or not self._parser.open_reasoning:
             return None

@@ -48,7 +48,7 @@ def chat_messages(request: CountTokensRequest, keep_nonces: bool) -> tuple[list[
 
 
 def chat_tools(tools: list[Any] | None) -> list[dict[str, Any]] | None:
-    """Anthropic's tool definitions in OpenAI's form. ApiError names one that runs on Anthropic's side or has no schema of its own."""
+    """Anthropic's tool definitions in OpenAI's form. ApiError names one that has no schema of its own."""
     if tools is None:
         return None
     found = []
