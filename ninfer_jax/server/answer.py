@@ -70,7 +70,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an answer ended. finish: "stop", "length" or "tool_calls"; stop: the stop string that ended it, if one did."""
+    """The end of an answer. finish: "stop", "length" or "tool_calls"; stop: the stop string that ended it, if one did."""
 
     finish: str
     stop: str | None
@@ -79,7 +79,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Step:
-    """What one round of the engine added. The last step of an answer has its ending."""
+    """Additions of one round of the engine. The last step of an answer has its ending."""
 
     events: list[Event]
     tokens: list[int] = field(default_factory=list)
@@ -198,7 +198,7 @@ class Answer:
         return events, len(tokens), None
 
     def _after_end(self, done: Completion, events: list[Event]) -> str | None:
-        """What has to be written where the model ended its turn inside its reasoning, for the first time; else None."""
+        """The text to write where the model ended its turn inside its reasoning, for the first time; else None."""
         events += self._parser.push(self._decoder.flush())
         if done.finish_reason == "length" or self._rescued or self._parser.done or not self._parser.open_reasoning:
             return None

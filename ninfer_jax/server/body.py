@@ -81,7 +81,7 @@ def _refusal(error: ValidationError) -> ApiError:
     what = first["msg"][:1].lower() + first["msg"][1:]
     given = "" if isinstance(first["input"], dict | list) else f", not {shown(first['input'])}"
     if first["type"] == "value_error":
-        what, given = str(first["ctx"]["error"]), ""
+        what, given = str(first.get("ctx", {}).get("error", what)), ""
     return bad(printable(f"{where}: {what}{given}"), where)
 
 
@@ -97,10 +97,11 @@ def path_of(location: tuple[int | str, ...]) -> str:
 
 
 def _remove(given: Any, place: tuple[int | str, ...]) -> None:
+    """Takes a field out. Names in the place that are no keys are of a union's members."""
     for step in place[:-1]:
         if (isinstance(given, dict) and step in given) or (isinstance(given, list) and isinstance(step, int)):
-            given = given[step]
-    given.pop(place[-1], None)
+            given = given[step]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    given.pop(str(place[-1]), None)
 
 
 def _depth(body: bytes) -> int:

@@ -124,7 +124,7 @@ def _logprobs(tokenizer: Tokenizer, entries: list[TokenLogprob], offset: int) ->
 
 
 def _usage(usages: list[Usage], n: int) -> dict[str, Any]:
-    """Of several prompts, each of which has n answers."""
+    """The usage of several prompts, each of which has n answers."""
     total = usage_of(usages)
     total["prompt_tokens"] = sum(usage.prompt for usage in usages[::n])
     total["prompt_tokens_details"]["cached_tokens"] = sum(usage.cached for usage in usages[::n])

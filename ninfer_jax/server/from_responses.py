@@ -81,7 +81,7 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """Of content, else of the blob that was made here, else of the summary."""
+    """The text of content, else of the blob that was made here, else of the summary."""
     if item.get("content"):
         return _text(item["content"], f"{where}.content")
     if (text := opened(item.get("encrypted_content"))) is not None:

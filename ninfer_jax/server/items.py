@@ -24,7 +24,7 @@ class Items:
         self._text = ""
 
     def events(self, events: list[Event]) -> list[dict[str, Any]]:
-        """What a round's events come to; neighbouring text is one delta."""
+        """The API's events for a round's; neighbouring text is one delta."""
         said: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, ReasoningText):

@@ -55,7 +55,7 @@ async def messages(service: Service, request: Request, body: MessagesRequest) ->
 
 
 async def count_tokens(service: Service, request: Request, body: CountTokensRequest) -> Response:
-    """How many tokens a request's prompt has."""
+    """The number of tokens of a request's prompt."""
     backend = service.engine
     service.check_model(body.model)
     ids = (await service.in_thread(lambda: _rendered(service, backend, body)))[0]
@@ -131,7 +131,7 @@ class _Blocks:
         self._thoughts = ""
 
     def events(self, events: list[Event]) -> list[dict[str, Any]]:
-        """What a round's events come to; neighbouring text is one delta."""
+        """The API's events for a round's; neighbouring text is one delta."""
         said: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, ReasoningText):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
-
-import anyio
-import anyio.to_thread
 
 from ninfer_jax.server.backend import Backend
 from ninfer_jax.server.errors import ApiError
@@ -32,7 +31,7 @@ _SESSION_HEADERS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What `ninfer-jax serve` was told.
+    """The options of `ninfer-jax serve`.
 
     model_id: the name in `/v1/models`; aliases: other names that requests may use, "*" allows any. api_keys: empty lets everybody
     in. lenient: unknown fields are left out instead of refused. max_body: bytes. body_seconds: until a body has to be complete.
@@ -55,7 +54,7 @@ class Settings:
 
 
 class Phase(Enum):
-    """Of the process' life."""
+    """Stages of the life of a process."""
 
     LOADING = "loading"
     READY = "ready"
@@ -78,7 +77,7 @@ class Service:
 
     def __post_init__(self) -> None:
         # Rendering and tokenising: two at a time, so that a flood of long prompts leaves the loop's own threads alone.
-        self._threads: anyio.CapacityLimiter | None = None
+        self._threads = ThreadPoolExecutor(2, "ninfer-text")
         if self.backend is not None:
             self.phase = Phase.READY
 
@@ -115,9 +114,7 @@ class Service:
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Its result, computed off the event loop."""
-        if self._threads is None:
-            self._threads = anyio.CapacityLimiter(2)
-        return await anyio.to_thread.run_sync(function, limiter=self._threads)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
 
 def session_of(headers: dict[str, str], key: str | None) -> str | None:

@@ -25,7 +25,7 @@ class Thought:
 
 
 def thought_of(request: Thinking, template: ChatTemplate | None) -> Thought:
-    """What an OpenAI request says. Two places that contradict each other are refused, as is a switch that the template lacks."""
+    """The wishes of an OpenAI request. Two places that contradict each other are refused, so is a switch the template lacks."""
     knows = frozenset() if template is None else template.options
     options = dict(request.chat_template_kwargs or {})
     budget, hidden = request.thinking_budget, False
@@ -52,7 +52,7 @@ def thought_of(request: Thinking, template: ChatTemplate | None) -> Thought:
 
 
 def thought_of_messages(request: CountTokensRequest, template: ChatTemplate | None) -> Thought:
-    """What an Anthropic request says: as in that API it does not think unless it is told to."""
+    """The wishes of an Anthropic request: as in that API it does not think unless it is told to."""
     knows = frozenset() if template is None else template.options
     config, output = request.thinking, request.output_config
     effort = output.effort if output else None

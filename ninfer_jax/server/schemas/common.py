@@ -18,7 +18,7 @@ class Schema(BaseModel):
 
 
 class Sampling(Schema):
-    """How tokens are drawn. A field that is missing or null takes the checkpoint's own default; 0 is 0."""
+    """Settings of the draw. A field that is missing or null takes the checkpoint's own default; 0 is 0."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -26,7 +26,7 @@ class OutputConfig(Schema):
 
 
 class ToolChoice(Schema):
-    """Which tool, if any, has to be called."""
+    """The tool that has to be called, if any."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -34,7 +34,7 @@ class ToolChoice(Schema):
 
 
 class CountTokensRequest(Schema):
-    """What makes up a prompt."""
+    """All that makes up a prompt."""
 
     model: str
     messages: list[Any]
