@@ -101,7 +101,8 @@ def _remove(given: Any, place: tuple[int | str, ...]) -> None:
     for step in place[:-1]:
         if (isinstance(given, dict) and step in given) or (isinstance(given, list) and isinstance(step, int)):
             given = given[step]  # pyright: ignore[reportArgumentType, reportCallIssue]
-    given.pop(str(place[-1]), None)
+    if isinstance(given, dict):
+        given.pop(place[-1], None)
 
 
 def _depth(body: bytes) -> int:
