@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ninfer_jax.server.backend import Backend, Busy, Lost, Running
 from ninfer_jax.server.errors import ApiError, bad, too_long
-from ninfer_jax.server.service import Service
+from ninfer_jax.server.service import Phase, Service
 from ninfer_jax.text import IncrementalDecoder
 from ninfer_jax.text.tools import CLOSE_REASONING, Event, Outcome
 
@@ -99,6 +99,10 @@ def submit_checked(backend: Backend, ask: Ask, prompt: list[int], params: Sampli
         raise bad(str(error)) from None
 
 
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the answer was stopped: the server is shutting down", code="shutting_down", retry_after=10)
+
+
 class Answer:
     """One answer, submitted when it is made: ApiError for what is refused. `steps` runs once.
 
@@ -169,7 +173,7 @@ class Answer:
                     yield step, None
                     continue
                 if done.finish_reason == "cancelled":
-                    raise ApiError(503, "the answer was stopped: the server is shutting down", code="shutting_down", retry_after=10)
+                    raise _shutting_down()
                 forced = self._after_end(done, events)
             self._running.cancel()
             if forced is None:
@@ -178,6 +182,8 @@ class Answer:
             else:
                 yield step, forced
             return
+        if self._service.phase is Phase.DRAINING:
+            raise _shutting_down()
         raise ApiError(500, "the engine ended the answer without saying how")
 
     def _read(self, tokens: list[int]) -> tuple[list[Event], int, str | None]:

@@ -31,9 +31,9 @@ def make() -> Callable[..., tuple[TestClient, Scripted, Service]]:
 
 
 @contextmanager
-def on_a_port(service: Service) -> Iterator[str]:
+def on_a_port(service: Service, http: Any = "h11") -> Iterator[str]:
     """The address of a server in a thread of its own."""
-    server = uvicorn.Server(uvicorn.Config(build_app(service), port=0, log_level="warning", http="h11"))
+    server = uvicorn.Server(uvicorn.Config(build_app(service), port=0, log_level="warning", http=http))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     while not server.started:

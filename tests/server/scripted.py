@@ -108,6 +108,7 @@ class Scripted:
 
     def close(self, save: bool = True) -> None:
         self.closed = True
+        self.active.clear()
 
     @property
     def _requests(self) -> Requests:
