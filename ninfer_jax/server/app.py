@@ -17,6 +17,7 @@ from ninfer_jax.server.endpoint import endpoint, unexpected
 from ninfer_jax.server.errors import ApiError, error_response
 from ninfer_jax.server.guard import Guard
 from ninfer_jax.server.messages import count_tokens, messages
+from ninfer_jax.server.openapi import openapi
 from ninfer_jax.server.responses import responses
 from ninfer_jax.server.schemas import (
     ChatRequest,
@@ -45,6 +46,7 @@ def build_app(service: Service) -> Starlette:
         Route("/health", models.health),
         Route("/metrics", models.metrics),
         Route("/api/status", models.status),
+        Route("/openapi.json", openapi),
     ]
     middleware = [Middleware(Guard, service=service)]
     if service.settings.cors:

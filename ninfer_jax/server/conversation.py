@@ -34,8 +34,7 @@ def tool_results_in_order(messages: list[Any]) -> list[Any]:
                 if name in seen:
                     raise bad(f"messages[{index}].tool_call_id: a second result of the call {name!r}")
                 seen.add(name)
-        place = {name: number for number, name in enumerate(calls)}
-        ordered += sorted(messages[at:end], key=lambda m: place.get(m.get("tool_call_id"), len(calls)))
+        ordered += sorted(messages[at:end], key=lambda m: _place(m.get("tool_call_id"), calls))
         at = end
     return ordered
 
@@ -43,6 +42,11 @@ def tool_results_in_order(messages: list[Any]) -> list[Any]:
 def without_nonce(system: str) -> str:
     """A system text without the line that changes with every request."""
     return _NONCE.sub("", system)
+
+
+def _place(name: Any, calls: list[str]) -> int:
+    """A result's place among the calls, behind them where it belongs to none."""
+    return calls.index(name) if isinstance(name, str) and name in calls else len(calls)
 
 
 def _role(message: Any) -> Any:

@@ -88,7 +88,10 @@ def _ask(service: Service, backend: Backend, request: Request, body: MessagesReq
         seed=body.seed,
     )
     stops = params_of(backend, stop=tuple(body.stop_sequences or ())).stop
-    session = session_of(dict(request.headers), (body.metadata or {}).get("user_id"))
+    user = (body.metadata or {}).get("user_id")
+    if user is not None and not isinstance(user, str):
+        raise bad("metadata.user_id: must be a string")
+    session = session_of(dict(request.headers), user)
     parser = parser_for(ids, backend.text.tokenizer, plan, stops, prefix="toolu_")
     return Ask(ids, params, parser, thought.budget, plan.prefix, session, snapshots, arrived), thought.hidden
 

@@ -97,9 +97,7 @@ async def _drain(service: Service, hurry: asyncio.Event, say: Callable[[str], No
     """No new answers; those that run may go on for a while, and are then told that the server stops."""
     service.phase = Phase.DRAINING
     if service.running:
-        say(
-            f"stopping; {service.running} answers have {service.settings.drain_seconds:g} s more (a second signal ends them now)"
-        )
+        say(f"stopping; {service.running} answers have {service.settings.drain_seconds:g} s more (a second signal ends them now)")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(service.settings.drain_seconds):
             while service.running and not hurry.is_set():
