@@ -192,6 +192,7 @@ class Answer:
         for at, token in enumerate(tokens):
             thinking = self._parser.in_reasoning
             self._produced.append(token)
+            self._service.metrics.tokens += 1
             self._reasoning_tokens += thinking
             events += self._parser.push(self._decoder.push([token]))
             if self._parser.done:

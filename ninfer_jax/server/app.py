@@ -18,6 +18,7 @@ from ninfer_jax.server.errors import ApiError, error_response
 from ninfer_jax.server.guard import Guard
 from ninfer_jax.server.messages import count_tokens, messages
 from ninfer_jax.server.openapi import openapi
+from ninfer_jax.server.pages import index, page_file
 from ninfer_jax.server.responses import responses
 from ninfer_jax.server.schemas import (
     ChatRequest,
@@ -34,6 +35,8 @@ from ninfer_jax.server.service import Service
 def build_app(service: Service) -> Starlette:
     """The application over a service, whose engine may come later."""
     routes = [
+        Route("/", index),
+        Route("/page/{name}", page_file),
         Route("/v1/chat/completions", endpoint(ChatRequest, chat_completions), methods=["POST"]),
         Route("/v1/completions", endpoint(CompletionRequest, completions), methods=["POST"]),
         Route("/v1/responses", endpoint(ResponsesRequest, responses), methods=["POST"]),

@@ -41,14 +41,20 @@ class Metrics:
             registry=registry,
         )
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        self.tokens = 0  # generated so far, those of answers under way included
+        self._today: dict[str, Any] = {}
 
     def attach(self, load: Any) -> None:
         """load: a function that returns the engine's `Load`."""
         self.registry.register(_EngineCollector(load))
 
     def answered(self, record: dict[str, Any]) -> None:
-        """Take the timings of one finished answer; see `answer.Record`."""
+        """Take the numbers of one finished answer, as `Answer` makes them."""
         self.recent.appendleft(record | {"at": time.time()})
+        today = self.today()
+        today["answers"] += 1
+        for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+            today[name] += record[name]
         self.prompt_tokens.inc(record["prompt_tokens"])
         self.cached_tokens.inc(record["cached_tokens"])
         self.new_tokens.inc(record["completion_tokens"])
@@ -59,6 +65,13 @@ class Metrics:
             self.first_token.observe(record["first_token_s"])
             if record["completion_tokens"] > 1:
                 self.per_token.observe((record["total_s"] - record["first_token_s"]) / (record["completion_tokens"] - 1))
+
+    def today(self) -> dict[str, Any]:
+        """Answers and tokens of this day, by the machine's clock."""
+        date = time.strftime("%Y-%m-%d")
+        if self._today.get("date") != date:
+            self._today = {"date": date, "answers": 0, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
+        return self._today
 
     def totals(self) -> dict[str, float]:
         """The counters by name, without labels, as the dashboard shows them."""

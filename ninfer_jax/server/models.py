@@ -52,9 +52,13 @@ async def health(request: Request) -> Response:
     service: Service = request.app.state.service
     said: dict[str, Any] = {"status": "ok" if service.phase is Phase.READY else service.phase.value}
     if service.phase is Phase.LOADING:
-        said["progress"] = {stage: {"done": done, "total": total} for stage, (done, total) in service.progress.items()}
+        said["progress"] = _progress(service)
     ready = service.phase is Phase.READY
     return JSONResponse(said, 200 if ready else 503, None if ready else {"Retry-After": "5"})
+
+
+def _progress(service: Service) -> dict[str, dict[str, int]]:
+    return {stage: {"done": done, "total": total} for stage, (done, total) in list(service.progress.items())}
 
 
 async def metrics(request: Request) -> Response:
@@ -71,8 +75,13 @@ async def status(request: Request) -> Response:
         "model": _described(service),
         "uptime_s": time.time() - service.started,
         "running": service.running,
+        "progress": _progress(service),
         "recent": list(service.metrics.recent),
         "totals": service.metrics.totals(),
+        "today": service.metrics.today(),
+        "tokens": service.metrics.tokens,
+        "joules": None if service.joules is None else service.joules(),
+        "memory": service.memory,
     }
     if service.backend is not None:
         said["load"] = dataclasses.asdict(service.backend.load())

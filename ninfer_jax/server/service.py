@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ninfer_jax.server.backend import Backend
 from ninfer_jax.server.errors import ApiError
@@ -64,7 +64,10 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Service:
-    """settings and engine of one process. progress: stage -> (done, total) while it loads. running: answers under way."""
+    """settings and engine of one process. progress: stage -> (done, total) while it loads. running: answers under way.
+
+    joules: tells what the card has taken so far, where something does. memory: `{"total": bytes, "parts": {name: bytes}}`.
+    """
 
     settings: Settings
     backend: Backend | None = None
@@ -74,16 +77,19 @@ class Service:
     phase: Phase = Phase.LOADING
     failure: str = ""
     running: int = 0
+    joules: Callable[[], float] | None = None
+    memory: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         # Rendering and tokenising: two at a time, so that a flood of long prompts leaves the loop's own threads alone.
         self._threads = ThreadPoolExecutor(2, "ninfer-text")
         if self.backend is not None:
-            self.phase = Phase.READY
+            self.ready(self.backend)
 
     def ready(self, backend: Backend) -> None:
         """From now on requests are answered."""
         self.backend = backend
+        self.metrics.attach(backend.load)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
 
