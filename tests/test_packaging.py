@@ -84,6 +84,8 @@ def test_the_bundled_model_is_package_data(tmp_path):
     assert sorted(p.name for p in (tmp_path / "lib").iterdir()) == ["ninfer_jax", "pallas_kernels"]
     for name in TINY_FILES:
         assert (tmp_path / "lib/ninfer_jax/tiny" / name).is_file(), name
+    for file in (ROOT / "ninfer_jax/server/page").iterdir():
+        assert (tmp_path / "lib/ninfer_jax/server/page" / file.name).is_file(), file.name
     for package in ("ninfer_jax", "pallas_kernels"):
         assert (tmp_path / "lib" / package / "py.typed").is_file(), f"{package} installs without its types"
 

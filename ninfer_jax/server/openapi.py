@@ -9,7 +9,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-import ninfer_jax
+from ninfer_jax import __version__
 from ninfer_jax.server.errors import is_anthropic
 from ninfer_jax.server.schemas import (
     ChatRequest,
@@ -97,7 +97,7 @@ def document() -> dict[str, Any]:
     keys = {"bearer": {"type": "http", "scheme": "bearer"}, "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "ninfer-jax", "version": ninfer_jax.__version__},
+        "info": {"title": "ninfer-jax", "version": __version__},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": keys},
         "security": [{}, {"bearer": []}, {"x-api-key": []}],

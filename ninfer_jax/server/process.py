@@ -26,7 +26,7 @@ _LAST_WORDS = 5  # seconds for streams that have ended to be read to their ends
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process came to its end. loading: the thread that loads the model has not finished and will not."""
+    """The end of a process. loading: the thread that loads the model has not finished and will not."""
 
     loading: bool
 
@@ -177,7 +177,7 @@ class Connection(H11Protocol):
             self._stop_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It no longer matters."""
+        """The end, of the clock too."""
         self._stop_clock()
         super().connection_lost(exc)
 

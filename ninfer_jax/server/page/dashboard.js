@@ -60,8 +60,8 @@ function cards(status) {
     card("to the first token, median", seconds(median(recent.map((one) => one.first_token_s)))),
     card("drafts accepted", percent(totals.accepted, totals.drafted)),
     card("prompt tokens from the cache", percent(totals.cached_tokens, totals.prompt_tokens)),
-    card(`tokens written on ${today.date}`, whole(today.completion_tokens)),
-    card(`answers on ${today.date}`, whole(today.answers)),
+    card("tokens written today", whole(today.completion_tokens)),
+    card("answers today", whole(today.answers)),
   ];
   if (watts !== null) {
     made.push(card("watts", watts.toFixed(0)));

@@ -47,17 +47,20 @@ export class AnswerView {
     this.root = element("article", { class: "answer", "aria-label": "Answer" });
     this.thought = this.body = this.text = this.figures = null;
     this.calls = new Map();
+    this.thinking = false;
   }
 
   show(message, busy) {
     if (message.reasoning_content) {
       if (!this.thought) {
         this.body = element("div", { class: "body" });
-        this.thought = element("details", { class: "thought" }, element("summary", {}, ""), this.body);
+        this.thought = element("details", { class: "thought", open: busy }, element("summary", {}, ""), this.body);
         this.root.prepend(this.thought);
       }
       const thinking = busy && !message.content && !message.tool_calls;
       this.thought.firstChild.textContent = thinking ? "Thinking …" : `Thoughts (${message.reasoning_content.length} characters)`;
+      if (this.thinking && !thinking) this.thought.open = false;
+      this.thinking = thinking;
       this.body.textContent = message.reasoning_content;
       if (thinking) this.body.scrollTop = this.body.scrollHeight;
     }
