@@ -13,6 +13,7 @@ from ninfer_jax.cli.evaluate import evaluate
 from ninfer_jax.cli.generate import generate
 from ninfer_jax.cli.one_line import OneLineErrors
 from ninfer_jax.cli.plan import compile_programs, plan
+from ninfer_jax.cli.serve import serve
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -39,6 +40,7 @@ def _options(
 
 
 app.command()(generate)
+app.command()(serve)
 app.command()(convert)
 app.command()(plan)
 app.command("compile")(compile_programs)

@@ -8,7 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from ninfer_jax.server.backend import Backend, Busy, Lost, Running
+from ninfer_jax.engine.results import AnswerLost, EngineStopped, QueueFull
+from ninfer_jax.server.backend import Backend, Running
 from ninfer_jax.server.errors import ApiError, bad, too_long
 from ninfer_jax.server.service import Phase, Service
 from ninfer_jax.text import IncrementalDecoder
@@ -93,8 +94,10 @@ def submit_checked(backend: Backend, ask: Ask, prompt: list[int], params: Sampli
         raise too_long(len(prompt), backend.context)
     try:
         return backend.submit(prompt, params, session=ask.session, snapshots=ask.snapshots)
-    except Busy as busy:
-        raise ApiError(429, str(busy), code="rate_limit_exceeded", retry_after=busy.retry_after) from None
+    except QueueFull as full:
+        raise ApiError(429, str(full), code="rate_limit_exceeded", retry_after=full.retry_after) from None
+    except EngineStopped as stopped:
+        raise ApiError(503, str(stopped), code="engine_stopped", retry_after=30) from None
     except ValueError as error:
         raise bad(str(error)) from None
 
@@ -152,8 +155,13 @@ class Answer:
                         yield step
                 if forced is None:
                     return
+                if not self._fits(forced):
+                    yield Step(self._parser.finish(cut=True), ending=self._ending())
+                    return
                 yield Step(self._force(forced))
-        except Lost as lost:
+        except AnswerLost as lost:
+            if self._service.phase is Phase.DRAINING:
+                raise _shutting_down() from None
             raise ApiError(503, str(lost), code="answer_lost", retry_after=1) from None
         finally:
             self.drop()
@@ -212,6 +220,12 @@ class Answer:
         if self._produced and self._produced[-1] in self._backend.text.defaults.eos_ids:
             self._produced.pop()
         return CLOSE_REASONING
+
+    def _fits(self, text: str) -> bool:
+        """Whether `max_new_tokens` leaves room for a token behind what would be written."""
+        most = self._ask.params.max_new_tokens
+        ids = self._tokenizer.encode(text + self._prefix, allow_special=True)
+        return most is None or len(self._produced) + len(ids) < most
 
     def _force(self, text: str) -> list[Event]:
         """Goes on after text that the server writes, and after the prefix of a call that has to come; their events."""

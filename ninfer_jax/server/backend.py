@@ -1,4 +1,4 @@
-"""The engine as the server sees it: requests in, pieces out, and the numbers of the dashboard.
+"""The engine as the server sees it: requests in, pieces out, and the numbers of the dashboard. `engine.AsyncEngine` is one.
 
 The server programs against these protocols, so that its tests run on a script instead of a model.
 """
@@ -6,25 +6,13 @@ The server programs against these protocols, so that its tests run on a script i
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ninfer_jax.decoding import SamplingParams
+    from ninfer_jax.engine.load import Load
     from ninfer_jax.engine.results import Completion
     from ninfer_jax.text import CheckpointText
-
-
-class Busy(Exception):
-    """The queue is full. retry_after: seconds after which asking again makes sense."""
-
-    def __init__(self, waiting: int, retry_after: float = 5.0):
-        super().__init__(f"{waiting} requests are waiting already; try again in {retry_after:g} s")
-        self.retry_after = retry_after
-
-
-class Lost(Exception):
-    """An answer that cannot go on through no fault of its own; asking again gives the whole of it."""
 
 
 class Piece(Protocol):
@@ -42,27 +30,10 @@ class Piece(Protocol):
 
 
 class Running(Protocol):
-    """One request in the engine: its pieces, once. Cancelling it is safe at any time and more than once."""
+    """One request in the engine: its pieces, once, or AnswerLost. Cancelling it is safe at any time and more than once."""
 
     def __aiter__(self) -> AsyncIterator[Piece]: ...
     def cancel(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Load:
-    """The engine at one moment.
-
-    slots: one entry a slot, a mapping with `state` ("free", "prefill", "decode") and `tokens`, its length. waiting: requests in
-    the queue. pages_used, pages_total: of the pool. cached_tokens: prompt tokens taken from the prefix cache since the start,
-    by tier. numbers: whatever else the engine counts, by Prometheus name without prefix.
-    """
-
-    slots: list[dict[str, Any]] = field(default_factory=list)
-    waiting: int = 0
-    pages_used: int = 0
-    pages_total: int = 0
-    cached_tokens: dict[str, int] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
 
 
 class Backend(Protocol):
@@ -82,12 +53,12 @@ class Backend(Protocol):
         self, prompt: list[int], params: SamplingParams, *, session: str | None = None, snapshots: Sequence[int] = ()
     ) -> Running:
         """The request, queued. session: requests of one conversation have the same. snapshots: prompt lengths at which the
-        client asks for a cache entry. ValueError for what cannot be computed, `Busy` for a full queue."""
+        client asks for a cache entry. ValueError for what cannot be computed, QueueFull, EngineStopped."""
         ...
 
     def load(self) -> Load: ...
     def describe(self) -> dict[str, Any]: ...
 
-    def close(self, save: bool = True) -> None:
-        """End: running requests are cancelled, the cache is saved if it has a directory. Blocks."""
+    def close(self, save: bool = True) -> bool:
+        """End: running requests are cancelled, the cache is saved if it has a directory. Blocks for a bounded time."""
         ...

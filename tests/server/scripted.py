@@ -9,9 +9,9 @@ from typing import Any
 
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.engine.requests import Requests
-from ninfer_jax.engine.results import Completion, TokenLogprob
+from ninfer_jax.engine.load import Load
+from ninfer_jax.engine.results import Completion, QueueFull, TokenLogprob
 from ninfer_jax.model_path import tiny_path
-from ninfer_jax.server.backend import Busy, Load
 from ninfer_jax.text import open_text
 
 CONTEXT = 4096
@@ -92,7 +92,7 @@ class Scripted:
         self, prompt: list[int], params: SamplingParams, *, session: str | None = None, snapshots: Sequence[int] = ()
     ) -> Running:
         if len(self.active) >= self.capacity:
-            raise Busy(len(self.active))
+            raise QueueFull(len(self.active))
         sequence = self._requests.sequence(prompt, params, {})
         text = self.text.tokenizer.decode(prompt, skip_special=False)
         self.submitted.append({"prompt": text, "ids": prompt, "params": params, "session": session, "snapshots": tuple(snapshots)})
@@ -106,9 +106,10 @@ class Scripted:
     def describe(self) -> dict[str, Any]:
         return {"device": "script", "dtype": "none"}
 
-    def close(self, save: bool = True) -> None:
+    def close(self, save: bool = True) -> bool:
         self.closed = True
         self.active.clear()
+        return True
 
     @property
     def _requests(self) -> Requests:

@@ -180,3 +180,11 @@ def test_results_are_rendered_in_the_order_of_their_calls(make):
     assert 0 < prompt.index("of a") < prompt.index("of b")
     doubled = client.post("/v1/chat/completions", json={"messages": [*messages, results[0]]})
     assert doubled.status_code == 400 and "messages[4].tool_call_id" in doubled.json()["error"]["message"]
+
+
+def test_what_the_server_writes_does_not_go_past_the_limit(make):
+    client, _, _ = make(lambda prompt: "The answer.<|im_end|>" if prompt.endswith("</think>\n\n") else "on and on " * 200, round=1)
+    for limit, finish in ((30, "length"), (200, "stop")):
+        body = client.post("/v1/chat/completions", json=ASK | {"thinking_budget": 10, "max_tokens": limit}).json()
+        assert body["choices"][0]["finish_reason"] == finish and body["usage"]["completion_tokens"] <= limit
+        assert body["choices"][0]["message"]["reasoning_content"].startswith("on and on")
