@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from typing import Any, TypeVar
 
@@ -17,11 +18,14 @@ M = TypeVar("M", bound=BaseModel)
 # A string, closed or not, or a bracket. Possessive: a body made for it does not make the search quadratic.
 _NESTING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
 
+_PASSED_OVER, _PASSING_SECONDS = 256 << 20, 2.0  # of a body that is too large: bytes and seconds at most
+
 
 async def read_body(request: Request, limit: int, seconds: float) -> bytes:
     """The bytes; ApiError 413 over `limit`, 408 when they are not there after `seconds`."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
+        await _pass_over(request)
         raise _too_large(limit)
     parts, size = [], 0
     try:
@@ -29,13 +33,29 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
             async for part in request.stream():
                 size += len(part)
                 if size > limit:
-                    raise _too_large(limit)
+                    break
                 parts.append(part)
     except TimeoutError:
         raise ApiError(408, f"the body was not complete after {seconds:g} s") from None
     except ClientDisconnect:
         raise ApiError(400, "the client closed the connection") from None
+    if size > limit:
+        parts.clear()
+        await _pass_over(request)
+        raise _too_large(limit)
     return b"".join(parts)
+
+
+async def _pass_over(request: Request) -> None:
+    """Reads on for a moment: a client in the midst of sending, whose connection is closed, never sees the answer."""
+    left = _PASSED_OVER
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_PASSING_SECONDS):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b"")) + 1
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

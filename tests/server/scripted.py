@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ninfer_jax.decoding import SamplingParams
-from ninfer_jax.engine.requests import Requests
 from ninfer_jax.engine.load import Load
+from ninfer_jax.engine.requests import Requests
 from ninfer_jax.engine.results import Completion, QueueFull, TokenLogprob
 from ninfer_jax.model_path import tiny_path
 from ninfer_jax.text import open_text
