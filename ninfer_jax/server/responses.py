@@ -34,6 +34,8 @@ async def responses(service: Service, request: Request, body: ResponsesRequest) 
     arrived = time.perf_counter()
     backend = service.engine
     model = service.check_model(body.model)
+    if body.top_logprobs:
+        raise bad("top_logprobs: not supported on this route; /v1/chat/completions has logprobs", "top_logprobs")
     for index, wanted in enumerate(body.include or ()):
         if wanted != _SEALED:
             raise bad(f"include[{index}]: {wanted!r} is not supported, {_SEALED!r} is", f"include[{index}]")

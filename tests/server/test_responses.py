@@ -138,6 +138,7 @@ def test_a_failure_has_a_code(make):
         ({"input": [{"type": "function_call", "name": "shell"}]}, "input[0]: a function_call needs a call_id"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: this server has no such field"),
         ({"background": True}, "background"),
+        ({"top_logprobs": 2}, "top_logprobs: not supported"),
         ({"include": ["web_search_call.results"]}, "include[0]"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"tools": [{"name": "x"}]}, "tools[0].type: missing"),

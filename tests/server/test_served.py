@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -225,10 +226,8 @@ def test_keys_and_sizes_are_checked_before_anything_else(address, raw):
     assert raw.post("/v1/chat/completions", content=b" " * (2 << 20)).status_code == 413
     assert raw.post("/v1/chat/completions", content=(b" " * 65536 for _ in range(32))).status_code == 413
     flood = {f"x-{i}": "y" * 100 for i in range(2000)}
-    try:
+    with contextlib.suppress(httpx.TransportError):  # closed while it was still sending
         assert httpx.get(f"{address}/health", headers=flood).status_code == 400
-    except httpx.TransportError:
-        pass  # closed while it was still sending
     assert raw.get("/health").json() == {"status": "ok"}
 
 
