@@ -22,9 +22,8 @@ def main(url: str = "http://127.0.0.1:8080", tokens: int = 120) -> None:
         for choice in chunk.choices:
             print(getattr(choice.delta, "reasoning_content", None) or choice.delta.content or "", end="", flush=True)
         if chunk.usage:
-            print(
-                f"\n[{chunk.usage.completion_tokens} tokens, {chunk.usage.prompt_tokens_details.cached_tokens} of the prompt cached]"
-            )
+            cached = chunk.usage.prompt_tokens_details.cached_tokens
+            print(f"\n[{chunk.usage.completion_tokens} tokens, {cached} of the prompt cached]")
 
     answer = client.responses.create(model=model, input="Go on.", max_output_tokens=tokens, reasoning={"effort": "none"})
     print(answer.output_text)
