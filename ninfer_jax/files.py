@@ -256,8 +256,8 @@ def parse_json(text: str | bytes, name: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise FileError(f"{name} lists {next(key for key in keys if keys.count(key) > 1)} twice")
+            seen: set[str] = set()
+            raise FileError(f"{name} lists {next(key for key, _ in pairs if key in seen or seen.add(key))} twice")
         return result
 
     try:

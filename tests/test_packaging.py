@@ -66,10 +66,12 @@ def requirements(*extras: str) -> list[Requirement]:
 
 @pytest.mark.parametrize("package", ["pallas_kernels", "ninfer_jax"])
 def test_everything_imported_is_a_dependency(package):
-    """Of the plain installation: whatever an extra brings may be missing, and then an import must not fail."""
+    """Of the plain installation: whatever an extra brings may be missing, and then an import must not fail. The server's room is
+    entered by one command alone, which says what to install."""
     distributions = importlib.metadata.packages_distributions()
-    allowed = {canonicalize_name(r.name) for r in requirements()} | {"ninfer-jax"}
     for file in sorted((ROOT / package).rglob("*.py")):
+        extras = ["server"] if file.is_relative_to(ROOT / "ninfer_jax" / "server") else []
+        allowed = {canonicalize_name(r.name) for r in requirements(*extras)} | {"ninfer-jax"}
         for name in imported(file) - set(sys.stdlib_module_names) - {"pallas_kernels", "ninfer_jax"}:
             provided_by = {canonicalize_name(d) for d in distributions.get(name, [name])}
             assert provided_by & allowed, f"{file.relative_to(ROOT)} imports {name}"
@@ -82,6 +84,8 @@ def test_the_bundled_model_is_package_data(tmp_path):
     assert sorted(p.name for p in (tmp_path / "lib").iterdir()) == ["ninfer_jax", "pallas_kernels"]
     for name in TINY_FILES:
         assert (tmp_path / "lib/ninfer_jax/tiny" / name).is_file(), name
+    for file in (ROOT / "ninfer_jax/server/page").iterdir():
+        assert (tmp_path / "lib/ninfer_jax/server/page" / file.name).is_file(), file.name
     for package in ("ninfer_jax", "pallas_kernels"):
         assert (tmp_path / "lib" / package / "py.typed").is_file(), f"{package} installs without its types"
 
@@ -102,6 +106,7 @@ def test_extras():
         "cuda13",
         "aot",
         "triton",
+        "server",
         "test-kernels",
         "test-cards",
         "test",

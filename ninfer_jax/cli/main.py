@@ -11,8 +11,10 @@ from ninfer_jax.cli.bench import bench
 from ninfer_jax.cli.convert import convert
 from ninfer_jax.cli.evaluate import evaluate
 from ninfer_jax.cli.generate import generate
+from ninfer_jax.cli.launch import launch
 from ninfer_jax.cli.one_line import OneLineErrors
 from ninfer_jax.cli.plan import compile_programs, plan
+from ninfer_jax.cli.serve import serve
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -39,6 +41,8 @@ def _options(
 
 
 app.command()(generate)
+app.command()(serve)
+app.command()(launch)
 app.command()(convert)
 app.command()(plan)
 app.command("compile")(compile_programs)

@@ -141,8 +141,15 @@ def page_bytes(model: ModelConfig, format: str, mtp: bool) -> int:
 
 def resident_bytes(programs: Programs) -> int:
     """Weights, state and one snapshot of a slot, by their shapes: what an engine keeps on the device."""
+    return sum(resident_parts(programs).values())
+
+
+def resident_parts(programs: Programs) -> dict[str, int]:
+    """Bytes of `resident_bytes`, by what they are."""
     _, (parameters, state), _ = programs.source("decode_round")
-    return sum(nbytes(leaf) for leaf in jax.tree.leaves((parameters, state))) + programs.staging_bytes
+    kv, whole = kv_bytes(state), sum(nbytes(leaf) for leaf in jax.tree.leaves(state))
+    weights = sum(nbytes(leaf) for leaf in jax.tree.leaves(parameters))
+    return {"weights": weights, "KV pages": kv, "states": whole - kv, "snapshot": programs.staging_bytes}
 
 
 def kv_bytes(state: State) -> int:

@@ -1,0 +1,291 @@
+"""`ninfer-jax serve tiny`, one process for the file, driven by the real SDKs; the last test ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import anthropic
+import httpx
+import openai
+import pytest
+from processes import FUNCTIONAL
+from typer.testing import CliRunner
+
+from ninfer_jax.cli.main import app
+from ninfer_jax.server import process
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXT, SLOTS = 1024, 2
+SHAPES = ["--context", str(CONTEXT), "--slots", str(SLOTS), "--draft", "3", "--kv", "f32", "--prefill-chunk", "64"]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+}
+HI: list = [{"role": "user", "content": "Hi"}]
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-m", "ninfer_jax", "serve", "tiny", "--port", "0", "--max-body", "1", "--drain", "20", *SHAPES]
+    environment = FUNCTIONAL | {"NINFER_API_KEY": "key", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+@pytest.fixture(scope="module")
+def address(child) -> str:
+    """Once it is ready."""
+    said = []
+    for line in child.stderr:
+        said.append(line)
+        if line == "ready\n":
+            return said[0].split()[2].rstrip(",")
+    raise AssertionError("".join(said))
+
+
+@pytest.fixture(scope="module")
+def oa(address) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="key", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def an(address) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=address, api_key="key", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def raw(address) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=address, headers={"x-api-key": "key"}, timeout=120) as client:
+        yield client
+
+
+def test_chat_streamed_is_chat_whole(oa):
+    request: dict = dict(model="tiny", messages=HI, temperature=0, max_tokens=100, extra_body={"thinking_budget": 20})
+    whole = oa.chat.completions.create(**request)
+    message, usage = whole.choices[0].message, whole.usage
+    assert whole.choices[0].finish_reason == "length" and usage.completion_tokens == 100 and message.content
+    assert message.reasoning_content and usage.completion_tokens_details.reasoning_tokens > 20
+    chunks = list(oa.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
+    assert chunks[-1].usage.completion_tokens == usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == usage.prompt_tokens
+
+
+def test_a_seed_gives_the_same_draws_and_logprobs_are_of_the_tokens_drawn(oa):
+    request: dict = dict(model="tiny", messages=HI, seed=5, temperature=1, max_tokens=20, logprobs=True, top_logprobs=3)
+    one, other = (oa.chat.completions.create(**request).choices[0] for _ in range(2))
+    assert one.message.reasoning_content == other.message.reasoning_content
+    assert len(one.logprobs.content) == 20
+    for entry in one.logprobs.content:
+        assert len(entry.top_logprobs) == 3 and entry.logprob <= entry.top_logprobs[0].logprob <= 0
+    several = oa.chat.completions.create(**request | {"n": 3}).choices
+    assert several[0].message.reasoning_content == one.message.reasoning_content
+    assert len({choice.message.reasoning_content for choice in several}) == 3
+
+
+def test_a_required_tool_is_called_in_every_api(oa, an):
+    function = {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS}
+    named: dict = {"type": "function", "function": {"name": "weather"}}
+    chat = oa.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        tools=[{"type": "function", "function": function}],
+        tool_choice=named,
+        temperature=0,
+        max_tokens=60,
+        extra_body={"enable_thinking": False},
+    )
+    answer = oa.responses.create(
+        model="tiny",
+        input="Hi",
+        tools=[{"type": "function", **function}],
+        tool_choice={"type": "function", "name": "weather"},
+        temperature=0,
+        max_output_tokens=60,
+        extra_body={"enable_thinking": False},
+    )
+    message = an.messages.create(
+        model="tiny",
+        messages=HI,
+        tools=[{"name": "weather", "description": "Tells it.", "input_schema": PARAMETERS}],
+        tool_choice={"type": "tool", "name": "weather"},
+        max_tokens=60,
+        extra_body={"temperature": 0},
+    )
+    arguments = [
+        json.loads(chat.choices[0].message.tool_calls[0].function.arguments),
+        json.loads(next(item for item in answer.output if item.type == "function_call").arguments),
+        next(block for block in message.content if block.type == "tool_use").input,
+    ]
+    assert arguments[0] == arguments[1] == arguments[2] and isinstance(arguments[0], dict)
+
+
+def test_responses_streamed_are_responses_whole(oa):
+    request: dict = dict(model="tiny", input="Hi", temperature=0, max_output_tokens=30, extra_body={"enable_thinking": False})
+    whole = oa.responses.create(**request)
+    assert whole.output_text
+    events = list(oa.responses.create(**request, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].type == f"response.{whole.status}" and events[-1].response.usage == whole.usage
+
+
+def test_messages_streamed_are_messages_whole(an):
+    request: dict = dict(model="tiny", max_tokens=30, messages=HI, system="Be brief.", extra_body={"temperature": 0})
+    whole = an.messages.create(**request)
+    assert whole.usage.output_tokens <= 30 and whole.content[0].text
+    with an.messages.stream(**request) as events:
+        assert "".join(events.text_stream) == whole.content[0].text
+    counted = an.messages.count_tokens(model="tiny", messages=HI, system="Be brief.")
+    assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+
+
+def test_text_is_continued_and_stops_at_a_string(oa):
+    plain = oa.completions.create(model="tiny", prompt="ROMEO.", temperature=0, max_tokens=40).choices[0].text
+    word = plain.split()[4]
+    stopped = oa.completions.create(model="tiny", prompt="ROMEO.", temperature=0, max_tokens=40, stop=word).choices[0]
+    assert stopped.text == plain[: plain.index(word)] and stopped.finish_reason == "stop"
+    assert oa.completions.create(model="tiny", prompt="ROMEO.", temperature=0).usage.completion_tokens == 16
+
+
+def test_answers_side_by_side_are_the_answers_alone(oa):
+    prompts = ["ROMEO.", "Enter the King", "def main():", "JULIET.\nO", "import os\n"]
+
+    def ask(prompt: str) -> str:
+        return oa.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=40).choices[0].text
+
+    alone = [ask(prompt) for prompt in prompts]
+    found: dict[int, str] = {}
+    threads = [threading.Thread(target=lambda i=i, p=p: found.__setitem__(i, ask(p))) for i, p in enumerate(prompts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(len(prompts))] == alone
+
+
+def test_who_goes_away_leaves_the_slots_to_others(raw):
+    long = {"prompt": "ROMEO.", "max_tokens": 900, "stream": True}
+    for _ in range(SLOTS + 1):
+        with raw.stream("POST", "/v1/completions", json=long) as answer:
+            next(answer.iter_lines())
+    reader = socket.create_connection((raw.base_url.host, raw.base_url.port))  # one that asks and never reads
+    body = json.dumps(long)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Api-Key: key\r\nContent-Length: {len(body)}\r\n\r\n"
+    reader.sendall((head + body).encode())
+    assert raw.post("/v1/completions", json=long | {"stream": False, "max_tokens": 5}).status_code == 200
+    reader.close()
+    for _ in range(200):
+        status = raw.get("/api/status").json()
+        if status["running"] == 0 and all(slot["state"] == "free" for slot in status["load"]["slots"]):
+            break
+        time.sleep(0.05)
+    assert status["running"] == 0 and status["load"]["pages_used"] == 0, status["load"]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({"temperature": "hot"}, None, "temperature: input should be a valid number"),
+        ({"logit_bias": {"9999": 1}}, None, "logit_bias names token 9999"),
+        ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context_length_exceeded", f"{CONTEXT} tokens"),
+        ({"colour": 1}, "unknown_parameter", "colour"),
+    ],
+)
+def test_what_is_refused_is_refused_in_one_line(oa, change, code, said):
+    request: dict = {"model": "tiny", "messages": HI} | {k: v for k, v in change.items() if k in ("messages", "logit_bias")}
+    rest = {k: v for k, v in change.items() if k not in request}
+    with pytest.raises(openai.BadRequestError) as refused:
+        oa.chat.completions.create(**request, extra_body=rest)
+    assert refused.value.code == code and said in refused.value.message and "\n" not in refused.value.message
+    if code == "context_length_exceeded":
+        assert refused.value.body["n_prompt_tokens"] > 3000 and str(refused.value.body["n_prompt_tokens"]) in refused.value.message
+
+
+def test_keys_and_sizes_are_checked_before_anything_else(address, raw):
+    for wrong in ({}, {"x-api-key": "kez"}, {"authorization": "Bearer"}, {"authorization": "Basic key"}):
+        assert httpx.post(f"{address}/v1/chat/completions", json={"messages": HI}, headers=wrong).status_code == 401
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic.Anthropic(base_url=address, api_key="wrong", max_retries=0).models.list()
+    assert raw.post("/v1/chat/completions", content=b" " * (2 << 20)).status_code == 413
+    assert raw.post("/v1/chat/completions", content=(b" " * 65536 for _ in range(32))).status_code == 413
+    flood = {f"x-{i}": "y" * 100 for i in range(2000)}
+    with contextlib.suppress(httpx.TransportError):  # closed while it was still sending
+        assert httpx.get(f"{address}/health", headers=flood).status_code == 400
+    assert raw.get("/health").json() == {"status": "ok"}
+
+
+def test_the_rest_of_the_routes_answer(raw, oa):
+    assert [model.id for model in oa.models.list()] == ["tiny"]
+    (model,) = raw.get("/v1/models").json()["data"]
+    assert model["max_model_len"] == CONTEXT and model["meta"]["slots"] == SLOTS
+    ids = raw.post("/tokenize", json={"content": "Hello"}).json()["tokens"]
+    assert raw.post("/detokenize", json={"tokens": ids}).json()["content"] == "Hello"
+    assert raw.get("/openapi.json").json()["openapi"].startswith("3.1") and "<html" in raw.get("/").text
+    metrics = raw.get("/metrics").text
+    assert f"ninfer_slots {SLOTS}.0" in metrics and "ninfer_pages " in metrics
+    status = raw.get("/api/status").json()
+    assert status["memory"]["total"] > sum(status["memory"]["parts"].values()) > status["memory"]["parts"]["weights"] > 1e7
+    assert status["totals"]["drafted"] > status["totals"]["accepted"] > 0
+
+
+def test_a_signal_ends_it_with_the_running_answer_finished(child, raw):
+    with raw.stream("POST", "/v1/completions", json={"prompt": "ROMEO.", "max_tokens": 300, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        child.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert child.wait(30) == 0
+    said = child.stderr.read()
+    assert "stopped" in said and "Traceback" not in said and "ROMEO" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--port", "70000"], "--port is 70000"),
+        (["--max-body", "0"], "--max-body is 0"),
+        (["--drain", "-1"], "--drain is -1"),
+        (["--queue", "-1"], "--queue is -1"),
+        (["--slots", "9"], "slots is 9"),
+        (["--api-key", ""], "--api-key: empty"),
+        (["--api-key-file", "no/such/file"], "no/such/file"),
+        (["--programs", "no/such/place"], "no/such/place"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line(options, said):
+    done = CliRunner().invoke(app, ["serve", "tiny", *options], prog_name="ninfer-jax")
+    assert done.exit_code == 1 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_one_line():
+    with process.listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        done = CliRunner().invoke(app, ["serve", "tiny", "--port", str(port)], prog_name="ninfer-jax")
+    assert done.exit_code == 1 and f"port {port}: it is taken" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn", "prometheus_client"])
+def test_without_the_extra_the_command_says_what_to_install(monkeypatch, missing):
+    for name in [name for name in sys.modules if name.startswith(("ninfer_jax.server", f"{missing}."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    done = CliRunner().invoke(app, ["serve", "tiny"], prog_name="ninfer-jax")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert missing in done.stderr and "pip install 'ninfer-jax[server]'" in done.stderr
