@@ -28,7 +28,7 @@ class Session:
         if messages != isinstance(self._before[0], dict):
             holds, give = ("token ids", "--prompt, --tokens or -") if messages else ("messages", "--messages")
             raise ValueError(f"--session {self._path} holds {holds}: go on with {give}")
-        return self._before + (given if messages else requests.prompt_ids(given, {}))
+        return [*self._before, *(given if messages else requests.prompt_ids(given, {}))]
 
     def open(self, engine: Engine) -> None:
         """Give the engine what needs no prefill; FileError where it is another model's."""

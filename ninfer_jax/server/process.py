@@ -163,18 +163,23 @@ class Connection(H11Protocol):
 
     _headers_due: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Also a connection that never says anything is closed."""
         super().connection_made(transport)
         self._headers_due = self.loop.call_later(HEADER_SECONDS, transport.close)
 
     def data_received(self, data: bytes) -> None:
         """The clock runs while a request has begun that is not there yet."""
-        if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
+        if self._headers_due is None and not self._answering:
             self._headers_due = self.loop.call_later(HEADER_SECONDS, self.transport.close)
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._answering:
             self._stop_clock()
+
+    @property
+    def _answering(self) -> bool:
+        cycle: Any = self.cycle  # None at first, whatever its type says
+        return cycle is not None and not cycle.response_complete
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The end, of the clock too."""

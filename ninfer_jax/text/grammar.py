@@ -9,7 +9,7 @@ its own answer and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import llguidance
 import numpy as np
@@ -239,7 +239,7 @@ class Matcher:
 def _inner(grammar: Grammar) -> str:
     """The grammar as llguidance takes it."""
     if grammar.kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(grammar.source, defaults=JSON_STYLE)
+        return llguidance.LLMatcher.grammar_from_json_schema(grammar.source, defaults=cast(Any, JSON_STYLE))
     make = {"regex": llguidance.LLMatcher.grammar_from_regex, "lark": llguidance.LLMatcher.grammar_from_lark}[grammar.kind]
     return make(grammar.source)
 
