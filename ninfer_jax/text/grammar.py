@@ -190,13 +190,16 @@ class Matcher:
         return [] if self.ended or most < 1 else self._inner.compute_ff_tokens()[:most]
 
     def guided(self, drafts: Sequence[int]) -> list[int]:
-        """The drafts, with tokens that must come in the places of what was guessed; behind one that is forbidden, as they are."""
+        """The drafts, with tokens that must come in the places of what was guessed (-1: nothing was); behind one
+        that is forbidden, as they are."""
         found, taken = list(drafts), 0
         try:
             while taken < len(found) and not self.ended:
                 forced = self.forced(len(found) - taken)
                 found[taken : taken + len(forced)] = forced
                 step = forced or found[taken : taken + 1]
+                if step[0] < 0:  # nothing was guessed
+                    break
                 count = self._inner.try_consume_tokens(step)
                 taken += count
                 if count < len(step):

@@ -113,4 +113,4 @@ class Scripted:
 
     @property
     def _requests(self) -> Requests:
-        return Requests(self.text, self.context, self.context)
+        return Requests(self.text, self.context, self.context, self.text.tokenizer.vocab_size)

@@ -59,6 +59,8 @@ def test_what_is_forced_takes_the_place_of_what_was_guessed(guide, tiny: Tokeniz
     assert same > 2 and tiny.decode(drafts.tolist()[:same]) == '{"name": "'[: len(tiny.decode(drafts.tolist()[:same]))]
     for at in range(same):
         assert drafts[at] in allowed(rows[at]) and 7 not in allowed(rows[at])
+    # Where nothing was guessed, nothing is, unless it is forced.
+    assert guide(grammar.regex("[ab]{9}")).plan([-1, -1])[1].tolist() == [-1, -1]
     # A guess that the grammar takes stays where nothing is forced.
     under.accept(drafts.tolist()[:same])
     planned = under.plan(tiny.encode("y"))
