@@ -58,7 +58,7 @@ class Agent:
     def __init__(self) -> None:
         self._rng = np.random.default_rng(0)
         self.tools = [self._tool(name) for name in ("read_file", "write_file", "search", "run", "list", "fetch")]
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": self._text(2200)}]
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": self._text(4500)}]
         self._before: list[dict[str, Any]] = []
 
     def turn(self, number: int) -> str:
@@ -76,10 +76,10 @@ class Agent:
         elif number % 3 == 2:
             call = {"type": "function", "function": {"name": "search", "arguments": {"query": self._text(6)}}}
             self.messages[-1] = {"role": "assistant", "content": "", "tool_calls": [call]}
-            self.messages.append({"role": "tool", "content": self._text(300)})
+            self.messages.append({"role": "tool", "content": self._text(150)})
             what = "tool result"
         else:
-            self.messages.append({"role": "user", "content": self._text(120)})
+            self.messages.append({"role": "user", "content": self._text(60)})
             what = "question"
         self._before = list(self.messages)
         return what

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -64,6 +64,12 @@ NoVerify = Annotated[bool, _Option("--no-verify", help="Of an artifact: leave it
 NoTokenizer = Annotated[
     bool, _Option("--no-tokenizer", help="Do without a tokenizer: token ids alone, as many as the output head has rows.")
 ]
+
+
+def cache_settings(cache_bytes: int | None, cache_dir: Path | None, cache_dir_bytes: int | None) -> dict[str, Any]:
+    """Fields of `EngineConfig` for what was given of the prefix cache."""
+    given = {"cache_bytes": cache_bytes, "cache_dir": cache_dir, "cache_dir_bytes": cache_dir_bytes}
+    return {field: value for field, value in given.items() if value is not None}
 
 
 def stderr_console() -> Console:

@@ -95,9 +95,7 @@ def generate(
             "prefill_chunk": prefill_chunk,
             "tokenizer": None if no_tokenizer else "auto",
             "prefix_cache": "exact" if session is not None and prefix_cache == "auto" else prefix_cache,
-            "cache_bytes": cache_bytes,
-            "cache_dir": cache_dir,
-            **({} if cache_dir_bytes is None else {"cache_dir_bytes": cache_dir_bytes}),
+            **common.cache_settings(cache_bytes, cache_dir, cache_dir_bytes),
         }
         if session is not None and prefix_cache == "off":
             raise ValueError("--session needs the prefix cache, --prefix-cache is off: leave one of them out")

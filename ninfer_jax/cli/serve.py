@@ -50,6 +50,10 @@ def serve(
     prefill_chunk: common.Chunk = None,
     dtype: common.Dtype = "auto",
     kernels: common.Kernels = "auto",
+    prefix_cache: common.PrefixCache = "exact",
+    cache_bytes: common.CacheBytes = None,
+    cache_dir: common.CacheDir = None,
+    cache_dir_bytes: common.CacheDirBytes = None,
     programs: Annotated[
         Path | None,
         common.path_option("Executables from `ninfer-jax compile`; only from a directory you trust.", metavar="DIRECTORY"),
@@ -80,6 +84,8 @@ def serve(
         }
         shapes = {"context": context, "kv": kv, "draft": draft, "slots": slots, "pool": pool}
         shapes |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
+        shapes |= {"prefix_cache": "exact" if prefix_cache == "auto" else prefix_cache}
+        shapes |= common.cache_settings(cache_bytes, cache_dir, cache_dir_bytes)
         _run(console, path, (host, port), settings, shapes, {"programs": programs, "verify": not no_verify}, queue)
 
 
