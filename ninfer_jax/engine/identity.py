@@ -34,7 +34,7 @@ def identity_of(setup: Setup, programs: Programs, weights: Digested, mode: str) 
     made = made_of(target, 0 if cpu else running_cuda(device), setup.kernels) if known else made_of("cpu")
     configuration = setup.configuration(programs)
     found: dict[str, Any] = {"weights": digest, "mode": mode, "kv": configuration["kv"], "dtype": configuration["dtype"]}
-    found |= {"mtp": int(setup.shape.draft > 0), "code": made["code"]}
+    found |= {"mtp": int(setup.shape.mtp), "code": made["code"]}
     if mode == "exact":
         found |= configuration | made | {"weights": digest, "formats": configuration["weights"], "device": target}
         found |= {"instructions": instructions()} if cpu else {}
