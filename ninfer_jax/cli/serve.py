@@ -45,6 +45,7 @@ def serve(
     context: common.Context = None,
     kv: common.Kv = None,
     draft: common.Draft = 0,
+    drafter: common.Drafter = "mtp",
     slots: common.Slots = 1,
     pool: common.Pool = None,
     prefill_chunk: common.Chunk = None,
@@ -82,7 +83,7 @@ def serve(
             "max_body": max_body << 20,
             "drain_seconds": drain,
         }
-        shapes = {"context": context, "kv": kv, "draft": draft, "slots": slots, "pool": pool}
+        shapes = {"context": context, "kv": kv, "draft": draft, "drafter": drafter, "slots": slots, "pool": pool}
         shapes |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
         shapes |= {"prefix_cache": "exact" if prefix_cache == "auto" else prefix_cache}
         shapes |= common.cache_settings(cache_bytes, cache_dir, cache_dir_bytes)
@@ -150,6 +151,8 @@ def _load(console: Console, service: Service, path: Path, config: EngineConfig, 
     service.memory, service.joules = _memory(engine), energy_meter(jax.devices()[0])
     shape = engine.programs.shape
     words = f"{shape.dtype}, context {shape.context}, kv {shape.kv}, draft {shape.draft}, slots {shape.slots}"
+    if shape.lookup:
+        words += f", drafter {shape.drafter}"
     console.print(f"{path.name} on {engine.device}: {words}", style="dim", markup=False, soft_wrap=True)
     return AsyncEngine(engine, queue=queue)
 

@@ -190,15 +190,15 @@ class Matcher:
         return [] if self.ended or most < 1 else self._inner.compute_ff_tokens()[:most]
 
     def guided(self, drafts: Sequence[int]) -> list[int]:
-        """The drafts, with tokens that must come in the places of what was guessed (-1: nothing was); behind one
-        that is forbidden, as they are."""
+        """The drafts, with tokens that must come in the places of what was guessed; behind one that is forbidden, or is none (-1),
+        as they are."""
         found, taken = list(drafts), 0
         try:
             while taken < len(found) and not self.ended:
                 forced = self.forced(len(found) - taken)
                 found[taken : taken + len(forced)] = forced
                 step = forced or found[taken : taken + 1]
-                if step[0] < 0:  # nothing was guessed
+                if step[0] < 0:  # no draft
                     break
                 count = self._inner.try_consume_tokens(step)
                 taken += count
@@ -213,8 +213,8 @@ class Matcher:
         """Fills uint32[1 + len(drafts), words]: row i has a bit for every token allowed behind i drafts. How many rows are so
         filled; the state is kept.
 
-        Rows behind a draft that the grammar forbids are all ones: that draft is never accepted, so nothing is drawn from them.
-        Where nothing at all can follow (a limit was hit) a row is all ones as well, never all zeros, and `error` is set.
+        Rows behind a draft that the grammar forbids, or that is none (-1), are all ones: it is never accepted, so nothing is drawn
+        from them. Where nothing at all can follow (a limit was hit) a row is all ones as well, never all zeros, and `error` is set.
         """
         if into.dtype != np.uint32 or into.shape != (1 + len(drafts), self.words) or not into.flags.c_contiguous:
             raise ValueError(f"mask: must be uint32[{1 + len(drafts)}, {self.words}], contiguous")
@@ -228,7 +228,7 @@ class Matcher:
                     into[row] = 0xFFFFFFFF
                     break
                 filled += 1
-                if row == len(drafts) or self._inner.is_stopped() or not _bit(into[row], drafts[row]):
+                if row == len(drafts) or self._inner.is_stopped() or drafts[row] < 0 or not _bit(into[row], drafts[row]):
                     break
                 if self._inner.try_consume_tokens([drafts[row]]) != 1:
                     break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import micro
@@ -14,6 +15,7 @@ from ninfer_jax import Engine, EngineConfig, SamplingParams
 from ninfer_jax.cli.main import app
 from ninfer_jax.engine.slot_pool import Lease
 from ninfer_jax.programs.lookup import LONGEST, SHORTEST
+from ninfer_jax.text.grammar import regex
 
 pytestmark = pytest.mark.micro
 SHAPES = dict(context=256, prefill_chunk=64, kv="f32", slots=2)
@@ -65,6 +67,14 @@ def test_where_nothing_is_found_the_mtp_head_drafts(engine_for, micro_path, micr
         assert answer.tokens == micro_engine.generate(prompt, params).tokens
         assert answer.stats.drafted == k * answer.stats.rounds
     assert sum(answer.stats.accepted for answer in answers) > 0
+
+
+def test_grammars_bind_whether_or_not_something_is_found(micro_engine, looking_up):
+    params = replace(GREEDY, grammar=regex("(ab|ba){8,20}"), ignore_eos=False)
+    answers = looking_up(3).generate_many(PROMPTS, params)
+    assert [a.tokens for a in answers] == [micro_engine.generate(prompt, params).tokens for prompt in PROMPTS]
+    assert all(re.fullmatch("(ab|ba){8,20}", a.text) for a in answers if a.finish_reason == "stop")
+    assert 0 < sum(a.stats.accepted for a in answers) < sum(a.stats.drafted for a in answers)
 
 
 def append(lease: Lease, tokens: list[int]) -> None:

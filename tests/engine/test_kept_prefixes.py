@@ -263,3 +263,5 @@ def test_an_engine_of_another_kind_is_told_by_the_field_that_differs() -> None:
         assert difference(other, mine).startswith(f"{name} is ")
     # What only the last bits hang on keeps nobody from going on in fast mode.
     assert identity("fast") == identity("fast", slots=2, prefill_chunk=64)
+    # Looking drafts up leaves nothing in a page.
+    assert identity("fast") == identity("fast", draft=2, drafter="lookup") != identity("fast", draft=2, drafter="mtp+lookup")

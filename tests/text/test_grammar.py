@@ -131,6 +131,19 @@ def test_any_walk_through_the_masks_validates(grammars: Grammars, tokenizer: Tok
         jsonschema.validate(json.loads(tokenizer.decode(ids)), SCHEMA)
 
 
+def test_where_nothing_is_drafted_only_what_must_come_is(grammars: Grammars, tokenizer: Tokenizer):
+    """As a round that found nothing to look up has it: -1 is no token, and what must come may take its place."""
+    start, none = "and so on, ", [-1] * 16
+    matcher, rows = grammars.matcher(grammar.regex(start + "[a-z]+")), np.zeros((17, grammars.words), np.uint32)
+    found = matcher.guided(none)
+    known = found.index(-1)
+    assert known > 0 and start.startswith(tokenizer.decode(found[:known])) and found[known:] == none[known:]
+    assert matcher.mask(found, rows) == known + 1 and (rows[known + 1 :] == 0xFFFFFFFF).all()
+    rest = tokenizer.encode(start + "a")
+    assert matcher.accept(rest) == len(rest) and matcher.guided(none) == none
+    assert matcher.mask(none, rows) == 1 and not (rows[0] == 0xFFFFFFFF).all()
+
+
 def test_rows_of_drafts_are_those_of_single_steps(grammars: Grammars, tokenizer: Tokenizer):
     ids = tokenizer.encode('{"name": "Ada Lovelace", "age": 36}')
     many, one = grammars.matcher(grammar.json_schema(SCHEMA)), grammars.matcher(grammar.json_schema(SCHEMA))
