@@ -262,6 +262,7 @@ class AsyncEngine:
             left, calls = [*self._under_way, *self._inbox], list(self._calls)
             self._under_way, self._inbox, self._calls = [], deque(), deque()
         for ticket in left:
+            self._cancel(ticket.sequence)
             ticket.channel.fail(AnswerLost(cause))
         for _, future in calls:
             future.set_exception(EngineStopped(why))
