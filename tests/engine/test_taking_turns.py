@@ -265,7 +265,7 @@ def test_a_failing_cache_of_prefixes_costs_nobody_anything(shared, right, micro_
     assert all(map(same, (answer.result() for answer in answers), right))
     shared.call(lambda engine: None).result()
     shared.close()
-    assert broken.asked == {"shared", "admitted", "appended", "ended", "idle"}
+    assert broken.asked == {"give_way", "shared", "admitted", "appended", "ended", "idle"}
     assert {line.split(": ")[0] for line in micro_drafting.runner.faults} == {"OSError"}
 
 
