@@ -241,6 +241,8 @@ def test_a_failing_text_costs_its_own_answer(shared, right, held, monkeypatch):
 class Broken:
     """A cache of prefixes that fails whatever it is asked."""
 
+    counters = None
+
     def __init__(self) -> None:
         self.asked: set[str] = set()
 
