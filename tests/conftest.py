@@ -62,6 +62,7 @@ GROUPS = {
         "engine/test_snapshots.py",
         "engine/test_steady_memory.py",
         "engine/test_stored_weights.py",
+        "engine/test_taking_turns.py",
         "engine/test_without_tokenizer.py",
         "programs/test_stored_kernels.py",
     ),

@@ -153,7 +153,7 @@ class AsyncEngine:
         return self._engine.default_params(**changes)
 
     def describe(self) -> dict[str, Any]:
-        """What the engine is: device, capacities, formats."""
+        """Device, capacities and formats of the engine."""
         shape = self._engine.programs.shape
         return {
             "device": self._engine.device,
@@ -208,7 +208,7 @@ class AsyncEngine:
         return self.submit(prompt, params, **options).result()
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """What `function(engine)` gives, run between two turns in the thread that owns the device: scoring, for instance. Answers
+        """The result of `function(engine)`, run between two turns in the thread that has the device: scoring, for instance. Answers
         wait meanwhile."""
         future: Future[T] = Future()
         with self._changed:
@@ -262,6 +262,7 @@ class AsyncEngine:
             left, calls = [*self._under_way, *self._inbox], list(self._calls)
             self._under_way, self._inbox, self._calls = [], deque(), deque()
         for ticket in left:
+            self._cancel(ticket.sequence)
             ticket.channel.fail(AnswerLost(cause))
         for _, future in calls:
             future.set_exception(EngineStopped(why))
@@ -352,8 +353,8 @@ class AsyncEngine:
 
     def _idle(self) -> bool:
         try:
-            return self._runner.prefixes.idle()
-        except Exception as error:
+            return self._runner.idle()
+        except Exception as error:  # it has cost the state, in which nobody was
             self._runner.faults.append(first_line(error))
             return False
 

@@ -10,7 +10,7 @@ from ninfer_jax.engine.results import Delta
 
 
 class Channel:
-    """What is put in and not yet taken, in one piece. The writer never waits: a slow reader gets larger pieces, and all of them
+    """Pieces that are put in and not yet taken, as one. The writer never waits: a slow reader gets larger pieces, and all of them
     together are no more than the answer. A reader is woken once, however much has come."""
 
     def __init__(self) -> None:

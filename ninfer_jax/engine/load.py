@@ -26,7 +26,7 @@ class Load:
 
 
 def load_of(runner: Runner, **more: float) -> Load:
-    """What there is to tell of a runner; more: further `numbers`. For the thread that owns it."""
+    """The load of a runner; more: further `numbers`. For the thread that owns it."""
     slots: list[dict[str, Any]] = [{"state": "free", "tokens": 0} for _ in range(runner.pool.programs.shape.slots)]
     live = runner.live
     for sequence in live:

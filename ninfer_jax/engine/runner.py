@@ -40,7 +40,7 @@ class _Flight:
 
 @dataclass
 class Counts:
-    """What has been done since the start. chunks, prefilled: calls of prefill, and the tokens they appended. rounds: read; tokens:
+    """Work done since the start. chunks, prefilled: calls of prefill, and the tokens they appended. rounds: read; tokens:
     generated; drafted, accepted: tokens proposed, and those that became output. cached: prompt tokens that needed no prefill."""
 
     chunks: int = 0

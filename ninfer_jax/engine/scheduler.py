@@ -46,12 +46,12 @@ class Scheduler:
         return [s for s in self._live if s.begun and not s.finished]
 
     def add(self, sequence: Sequence) -> None:
+        if all(s.finished for s in self._live):
+            self._chunks = 0  # what comes now goes as it would on a new engine
         self._live.append(sequence)
 
     def drop_finished(self) -> None:
         self._live = [s for s in self._live if not s.finished]
-        if not self._live:
-            self._chunks = 0  # what comes now goes as it would on a new engine
 
     def for_a_slot(self, admit: Callable[[Sequence], bool]) -> Sequence | None:
         """The next that `admit` takes; None if none is to have a slot now. admit: False where it does not fit."""

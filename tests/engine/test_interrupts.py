@@ -329,6 +329,21 @@ def test_an_answer_that_is_interrupted_at_its_very_end_is_lost_not_cut(engine, r
     assert_as_new(engine, right, "at its end")
 
 
+@pytest.mark.parametrize("error", FAILURES[:2], ids=lambda e: e.__name__)
+def test_a_failing_score_costs_nobody_else_anything(engine, right, error, monkeypatch):
+    """What fails reads nothing of the state. A second one finds its slot free."""
+    other = Reader(engine, 1, right[1])
+    other.read(1)
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(engine.programs, "head", lambda *arguments: Unreadable(error("scored")))
+            engine.score(PROMPTS[0])
+    assert engine.runner.busy == 1
+    other.read()
+    assert other.end == "complete"
+    assert_as_new(engine, right, "score")
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ValueError], ids=lambda e: e.__name__)
 @pytest.mark.parametrize("chunk", [64, 70])
 def test_a_failing_callback_costs_nobody_else_anything(engine, right, error, chunk):
