@@ -45,11 +45,16 @@ def serve(
     context: common.Context = None,
     kv: common.Kv = None,
     draft: common.Draft = 0,
+    drafter: common.Drafter = "mtp",
     slots: common.Slots = 1,
     pool: common.Pool = None,
     prefill_chunk: common.Chunk = None,
     dtype: common.Dtype = "auto",
     kernels: common.Kernels = "auto",
+    prefix_cache: common.PrefixCache = "auto",
+    cache_bytes: common.CacheBytes = None,
+    cache_dir: common.CacheDir = None,
+    cache_dir_bytes: common.CacheDirBytes = None,
     programs: Annotated[
         Path | None,
         common.path_option("Executables from `ninfer-jax compile`; only from a directory you trust.", metavar="DIRECTORY"),
@@ -78,8 +83,10 @@ def serve(
             "max_body": max_body << 20,
             "drain_seconds": drain,
         }
-        shapes = {"context": context, "kv": kv, "draft": draft, "slots": slots, "pool": pool}
-        shapes |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
+        shapes: dict[str, Any] = {"context": context, "kv": kv, "draft": draft, "drafter": drafter, "slots": slots, "pool": pool}
+        shapes |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels, "prefix_cache": prefix_cache}
+        shapes |= {"cache_bytes": cache_bytes, "cache_dir": cache_dir}
+        shapes |= {} if cache_dir_bytes is None else {"cache_dir_bytes": cache_dir_bytes}
         _run(console, path, (host, port), settings, shapes, {"programs": programs, "verify": not no_verify}, queue)
 
 
@@ -137,15 +144,15 @@ def _load(console: Console, service: Service, path: Path, config: EngineConfig, 
     import jax
 
     from ninfer_jax.bench.device import energy_meter
-    from ninfer_jax.engine import AsyncEngine, Engine
+    from ninfer_jax.engine import AsyncEngine
 
-    engine = Engine.load(path, config, **loading)
+    engine = AsyncEngine.open(path, config, queue=queue, **loading)
     common.tell_notes(console, engine.notes)
-    service.memory, service.joules = _memory(engine), energy_meter(jax.devices()[0])
-    shape = engine.programs.shape
-    words = f"{shape.dtype}, context {shape.context}, kv {shape.kv}, draft {shape.draft}, slots {shape.slots}"
-    console.print(f"{path.name} on {engine.device}: {words}", style="dim", markup=False, soft_wrap=True)
-    return AsyncEngine(engine, queue=queue)
+    service.memory, service.joules = engine.call(_memory).result(), energy_meter(jax.devices()[0])
+    about = engine.describe()
+    words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items() if name != "device")
+    console.print(f"{path.name} on {about['device']}: {words}", style="dim", markup=False, soft_wrap=True)
+    return engine
 
 
 def _memory(engine: Engine) -> dict[str, Any]:
