@@ -51,7 +51,7 @@ def serve(
     prefill_chunk: common.Chunk = None,
     dtype: common.Dtype = "auto",
     kernels: common.Kernels = "auto",
-    prefix_cache: common.PrefixCache = "exact",
+    prefix_cache: common.PrefixCache = "auto",
     cache_bytes: common.CacheBytes = None,
     cache_dir: common.CacheDir = None,
     cache_dir_bytes: common.CacheDirBytes = None,
@@ -83,9 +83,8 @@ def serve(
             "max_body": max_body << 20,
             "drain_seconds": drain,
         }
-        shapes = {"context": context, "kv": kv, "draft": draft, "drafter": drafter, "slots": slots, "pool": pool}
-        shapes |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
-        shapes |= {"prefix_cache": "exact" if prefix_cache == "auto" else prefix_cache}
+        shapes: dict[str, Any] = {"context": context, "kv": kv, "draft": draft, "drafter": drafter, "slots": slots, "pool": pool}
+        shapes |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels, "prefix_cache": prefix_cache}
         shapes |= common.cache_settings(cache_bytes, cache_dir, cache_dir_bytes)
         _run(console, path, (host, port), settings, shapes, {"programs": programs, "verify": not no_verify}, queue)
 
@@ -144,17 +143,15 @@ def _load(console: Console, service: Service, path: Path, config: EngineConfig, 
     import jax
 
     from ninfer_jax.bench.device import energy_meter
-    from ninfer_jax.engine import AsyncEngine, Engine
+    from ninfer_jax.engine import AsyncEngine
 
-    engine = Engine.load(path, config, **loading)
+    engine = AsyncEngine.open(path, config, queue=queue, **loading)
     common.tell_notes(console, engine.notes)
-    service.memory, service.joules = _memory(engine), energy_meter(jax.devices()[0])
-    shape = engine.programs.shape
-    words = f"{shape.dtype}, context {shape.context}, kv {shape.kv}, draft {shape.draft}, slots {shape.slots}"
-    if shape.lookup:
-        words += f", drafter {shape.drafter}"
-    console.print(f"{path.name} on {engine.device}: {words}", style="dim", markup=False, soft_wrap=True)
-    return AsyncEngine(engine, queue=queue)
+    service.memory, service.joules = engine.call(_memory).result(), energy_meter(jax.devices()[0])
+    about = engine.describe()
+    words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items() if name != "device")
+    console.print(f"{path.name} on {about['device']}: {words}", style="dim", markup=False, soft_wrap=True)
+    return engine
 
 
 def _memory(engine: Engine) -> dict[str, Any]:

@@ -114,7 +114,8 @@ class Answer:
     The prefix cache has all that was computed.
     """
 
-    def __init__(self, service: Service, ask: Ask, route: str):
+    def __init__(self, service: Service, ask: Ask, route: str, running: Running | None = None):
+        """running: `ask`, submitted already."""
         self._service, self._ask, self._route = service, ask, route
         self._backend = service.engine
         self._tokenizer = self._backend.text.tokenizer
@@ -129,10 +130,20 @@ class Answer:
         self._begun: list[Event] = []
         if self._prefix and not self._parser.in_reasoning:
             self._begun = self._write_prefix()
-        self._decoder, self._running = self._submit()
+        self._decoder, self._running = self._submit() if running is None else (self._fresh_decoder(), running)
         self._counted = True
         service.running += 1
         service.metrics.in_flight.inc()
+
+    @classmethod
+    async def open(cls, service: Service, ask: Ask, route: str) -> Answer:
+        """The same, with a grammar compiled off the event loop."""
+        if ask.params.grammar is None:
+            return cls(service, ask, route)
+        assert not ask.prefix, "a grammar forces what a prefix would begin"
+        backend = service.engine
+        running = await service.in_thread(lambda: submit_checked(backend, ask, ask.ids, ask.params))
+        return cls(service, ask, route, running)
 
     def drop(self) -> None:
         """End it here, whatever it has come to."""
@@ -182,6 +193,8 @@ class Answer:
                     continue
                 if done.finish_reason == "cancelled":
                     raise _shutting_down()
+                if done.finish_reason == "grammar":
+                    raise ApiError(400, f"the answer cannot go on under its grammar: {done.error}", code="grammar_limit")
                 forced = self._after_end(done, events)
             self._running.cancel()
             if forced is None:
@@ -254,7 +267,10 @@ class Answer:
         prompt, params = self._ask.ids + self._produced, self._ask.params
         if params.max_new_tokens is not None:
             params = replace(params, max_new_tokens=max(1, params.max_new_tokens - len(self._produced)))
-        return IncrementalDecoder(self._tokenizer, after=prompt), submit_checked(self._backend, self._ask, prompt, params)
+        return self._fresh_decoder(), submit_checked(self._backend, self._ask, prompt, params)
+
+    def _fresh_decoder(self) -> IncrementalDecoder:
+        return IncrementalDecoder(self._tokenizer, after=self._ask.ids + self._produced)
 
     def _count(self, done: Completion) -> None:
         self._cached = self._cached or getattr(done.stats, "cached_tokens", 0)

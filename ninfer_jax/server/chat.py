@@ -20,6 +20,7 @@ from ninfer_jax.server.collect import Whole, gather, token_logprob
 from ninfer_jax.server.conversation import tool_results_in_order, without_nonce
 from ninfer_jax.server.endpoint import unexpected
 from ninfer_jax.server.errors import ApiError, bad, error_body
+from ninfer_jax.server.grammars import constrained
 from ninfer_jax.server.prepare import chat_ids, sampling_params
 from ninfer_jax.server.schemas import ChatRequest
 from ninfer_jax.server.service import Service, session_of
@@ -38,7 +39,7 @@ async def chat_completions(service: Service, request: Request, body: ChatRequest
     backend = service.engine
     model = service.check_model(body.model)
     ask, hidden = await service.in_thread(lambda: _ask(service, backend, request, body, arrived))
-    answers = start(service, ask, body.n or 1, "chat")
+    answers = await start(service, ask, body.n or 1, "chat")
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -57,14 +58,14 @@ async def chat_completions(service: Service, request: Request, body: ChatRequest
     return await unless_gone(request, whole)
 
 
-def start(service: Service, ask: Ask, count: int, route: str) -> list[Answer]:
+async def start(service: Service, ask: Ask, count: int, route: str) -> list[Answer]:
     """`count` answers to one request, submitted; of none where one is refused. Seeds of all but the first are the next numbers."""
     answers: list[Answer] = []
     try:
         for number in range(count):
             seed = ask.params.seed
             each = ask if seed is None or not number else replace(ask, params=replace(ask.params, seed=seed + number))
-            answers.append(Answer(service, each, route))
+            answers.append(await Answer.open(service, each, route))
     except BaseException:
         drop(answers)
         raise
@@ -125,15 +126,15 @@ def _ask(service: Service, backend: Backend, request: Request, body: ChatRequest
         raise bad("top_logprobs: needs logprobs to be true", "top_logprobs")
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
         raise bad("max_tokens: given twice, also as max_completion_tokens", "max_tokens")
-    if body.response_format and body.response_format.get("type") != "text":
-        raise bad("response_format: only text is supported by this server", "response_format")
     thought = thought_of(body, backend.text.template)
     plan = plan_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    plan, grammar = constrained(plan, body.tools, body.response_format)
     params = sampling_params(
         backend,
         body,
         max_new_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=grammar,
     )
     messages, marks = prepared_messages(service, body.messages)
     ids, snapshots = chat_ids(backend, messages, plan.rendered, thought.options, marks)

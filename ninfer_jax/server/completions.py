@@ -19,11 +19,12 @@ from ninfer_jax.server.chat import KEEP_ALIVE, drop, gather_all, start, usage_of
 from ninfer_jax.server.collect import Whole
 from ninfer_jax.server.endpoint import unexpected
 from ninfer_jax.server.errors import ApiError, bad, error_body
+from ninfer_jax.server.grammars import constrained
 from ninfer_jax.server.prepare import fits, sampling_params, text_ids
 from ninfer_jax.server.schemas import CompletionRequest
 from ninfer_jax.server.service import Service, session_of
 from ninfer_jax.server.streams import EventStream, together, unless_gone, with_heartbeat
-from ninfer_jax.server.tools import RawParser, content_of
+from ninfer_jax.server.tools import RawParser, content_of, plan_of
 from ninfer_jax.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ async def completions(service: Service, request: Request, body: CompletionReques
     answers: list[Answer] = []
     try:
         for ask in asks:
-            answers += start(service, ask, body.n or 1, "completions")
+            answers += await start(service, ask, body.n or 1, "completions")
     except BaseException:
         drop(answers)
         raise
@@ -69,7 +70,9 @@ async def completions(service: Service, request: Request, body: CompletionReques
 def _asks(backend: Backend, request: Request, body: CompletionRequest, arrived: float) -> list[Ask]:
     if body.echo and body.logprobs is not None:
         raise bad("echo: not together with logprobs, there are none of the prompt's tokens", "echo")
-    params = sampling_params(backend, body, max_new_tokens=body.max_tokens or _DEFAULT_TOKENS, logprobs=body.logprobs)
+    _, grammar = constrained(plan_of(None), None, body.response_format)
+    tokens = body.max_tokens or _DEFAULT_TOKENS
+    params = sampling_params(backend, body, max_new_tokens=tokens, logprobs=body.logprobs, grammar=grammar)
     session = session_of(dict(request.headers), body.prompt_cache_key)
     found = []
     for ids in _prompts(backend, body.prompt):

@@ -18,6 +18,7 @@ from ninfer_jax.server.collect import Whole, gather
 from ninfer_jax.server.endpoint import unexpected
 from ninfer_jax.server.errors import ApiError, bad, error_body
 from ninfer_jax.server.from_messages import chat_messages, chat_tools
+from ninfer_jax.server.grammars import constrained
 from ninfer_jax.server.opaque import sealed
 from ninfer_jax.server.prepare import chat_ids, params_of
 from ninfer_jax.server.schemas import CountTokensRequest, MessagesRequest
@@ -36,7 +37,7 @@ async def messages(service: Service, request: Request, body: MessagesRequest) ->
     backend = service.engine
     model = service.check_model(body.model)
     ask, hidden = await service.in_thread(lambda: _ask(service, backend, request, body, arrived))
-    answer = Answer(service, ask, "messages")
+    answer = await Answer.open(service, ask, "messages")
     head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
     if body.stream:
         events = _events(service, answer, head, len(ask.ids), hidden)
@@ -63,7 +64,6 @@ async def count_tokens(service: Service, request: Request, body: CountTokensRequ
 
 
 def _rendered(service: Service, backend: Backend, body: CountTokensRequest) -> tuple[list[int], tuple[int, ...], ToolPlan, Thought]:
-    _no_format(body)
     thought = thought_of_messages(body, backend.text.template)
     choice = None if body.tool_choice is None else body.tool_choice.model_dump(exclude_none=True)
     plan = plan_of(chat_tools(body.tools), choice)
@@ -71,13 +71,9 @@ def _rendered(service: Service, backend: Backend, body: CountTokensRequest) -> t
     return (*chat_ids(backend, found, plan.rendered, thought.options, marks), plan, thought)
 
 
-def _no_format(body: CountTokensRequest) -> None:
-    if body.output_config and body.output_config.format:
-        raise bad("output_config.format: only text is supported by this server")
-
-
 def _ask(service: Service, backend: Backend, request: Request, body: MessagesRequest, arrived: float) -> tuple[Ask, bool]:
     ids, snapshots, plan, thought = _rendered(service, backend, body)
+    plan, grammar = constrained(plan, body.tools, body.output_config.format if body.output_config else None, "output_config.format")
     params = params_of(
         backend,
         max_new_tokens=body.max_tokens,
@@ -86,6 +82,7 @@ def _ask(service: Service, backend: Backend, request: Request, body: MessagesReq
         top_p=body.top_p,
         min_p=body.min_p,
         seed=body.seed,
+        grammar=grammar,
     )
     stops = params_of(backend, stop=tuple(body.stop_sequences or ())).stop
     user = (body.metadata or {}).get("user_id")

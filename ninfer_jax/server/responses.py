@@ -18,6 +18,7 @@ from ninfer_jax.server.backend import Backend
 from ninfer_jax.server.endpoint import unexpected
 from ninfer_jax.server.errors import ApiError, bad
 from ninfer_jax.server.from_responses import chat_messages, chat_tools
+from ninfer_jax.server.grammars import constrained
 from ninfer_jax.server.items import Items
 from ninfer_jax.server.prepare import chat_ids, sampling_params
 from ninfer_jax.server.schemas import ResponsesRequest
@@ -40,7 +41,7 @@ async def responses(service: Service, request: Request, body: ResponsesRequest) 
         if wanted != _SEALED:
             raise bad(f"include[{index}]: {wanted!r} is not supported, {_SEALED!r} is", f"include[{index}]")
     ask, hidden, skipped = await service.in_thread(lambda: _ask(service, backend, request, body, arrived))
-    answer = Answer(service, ask, "responses")
+    answer = await Answer.open(service, ask, "responses")
     summary = bool(body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary) not in (None, "none"))
     items = Items(summary, _SEALED in (body.include or ()), hidden)
     head = _head(body, ask, model)
@@ -67,12 +68,12 @@ def _ask(
     service: Service, backend: Backend, request: Request, body: ResponsesRequest, arrived: float
 ) -> tuple[Ask, bool, tuple[str, ...]]:
     """(what the engine gets, whether reasoning is hidden, types of tools that were left out)."""
-    if body.text and body.text.format and body.text.format.get("type") != "text":
-        raise bad("text.format: only text is supported by this server", "text.format")
     thought = thought_of(body, backend.text.template)
     tools, skipped = chat_tools(body.tools)
     plan = plan_of(tools, body.tool_choice, body.parallel_tool_calls)
-    params = sampling_params(backend, body, max_new_tokens=body.max_output_tokens)
+    functions = [tool for tool in body.tools or () if tool.get("type") == "function"]
+    plan, grammar = constrained(plan, functions, body.text.format if body.text else None, "text.format")
+    params = sampling_params(backend, body, max_new_tokens=body.max_output_tokens, grammar=grammar)
     ids, snapshots = chat_ids(backend, chat_messages(body), plan.rendered, thought.options)
     session = session_of(dict(request.headers), body.prompt_cache_key)
     parser = parser_for(ids, backend.text.tokenizer, plan, params.stop)
@@ -103,7 +104,7 @@ def _head(body: ResponsesRequest, ask: Ask, model: str) -> dict[str, Any]:
         "service_tier": "default",
         "store": False,
         "temperature": ask.params.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_p": ask.params.top_p,

@@ -30,9 +30,9 @@ async def with_heartbeat(source: AsyncGenerator[T, None], seconds: float) -> Asy
                 return
             yield item
     finally:
-        if waiting is not None and not waiting.done():
+        if waiting is not None:
             waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
+            await asyncio.gather(waiting, return_exceptions=True)  # also of one that is done: nobody else asks how
         await source.aclose()
 
 

@@ -14,7 +14,7 @@ from ninfer_jax.engine.results import Completion, QueueFull, TokenLogprob
 from ninfer_jax.model_path import tiny_path
 from ninfer_jax.text import open_text
 
-CONTEXT = 4096
+CONTEXT, ROWS = 4096, 2048
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Scripted:
 
     def __post_init__(self) -> None:
         path = tiny_path()
-        self.text = open_text(path, 2048)
+        self.text = open_text(path, ROWS)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         return self._requests.default_params(**changes)
@@ -113,4 +113,4 @@ class Scripted:
 
     @property
     def _requests(self) -> Requests:
-        return Requests(self.text, self.context, self.context, self.text.tokenizer.vocab_size)
+        return Requests(self.text, self.context, self.context, ROWS)

@@ -188,3 +188,56 @@ def test_what_the_server_writes_does_not_go_past_the_limit(make):
         body = client.post("/v1/chat/completions", json=ASK | {"thinking_budget": 10, "max_tokens": limit}).json()
         assert body["choices"][0]["finish_reason"] == finish and body["usage"]["completion_tokens"] <= limit
         assert body["choices"][0]["message"]["reasoning_content"].startswith("on and on")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+JSON_FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+
+
+def test_a_format_becomes_the_engines_grammar(make):
+    client, engine, _ = make('Hm.\n</think>\n\n{"a": 1}<|im_end|>')
+    message = client.post("/v1/chat/completions", json=ASK | {"response_format": JSON_FORMAT}).json()["choices"][0]["message"]
+    assert message["content"] == '{"a": 1}' and json.loads(engine.submitted[0]["params"].grammar.source)["required"] == ["a"]
+    client.post("/v1/chat/completions", json=ASK | {"response_format": {"type": "text"}})
+    assert engine.submitted[1]["params"].grammar is None
+
+
+def test_a_strict_tool_becomes_the_engines_grammar_and_no_prefix(make):
+    client, engine, _ = make(CALL)
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    for tools, choice in (([strict], "auto"), ([strict], "required"), ([TOOL], "auto"), ([strict], "none")):
+        body = client.post("/v1/chat/completions", json=ASK | {"tools": tools, "tool_choice": choice}).json()
+        assert body["choices"][0]["finish_reason"] == ("stop" if choice == "none" else "tool_calls")
+    assert [one["params"].grammar is not None for one in engine.submitted] == [True, True, False, False]
+
+
+def test_after_its_reasoning_is_closed_an_answer_begins_its_grammar(make):
+    client, engine, _ = make(lambda p: '{"a": 2}<|im_end|>' if p.endswith("</think>\n\n") else "on and on " * 200, round=1)
+    body = client.post("/v1/chat/completions", json=ASK | {"response_format": JSON_FORMAT, "thinking_budget": 9}).json()
+    assert body["choices"][0]["message"]["content"] == '{"a": 2}'
+    assert len(engine.submitted) == 2 and engine.submitted[0]["params"].grammar == engine.submitted[1]["params"].grammar
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "regex", "pattern": "("}}, "response_format.pattern"),
+        ({"response_format": JSON_FORMAT, "tools": [TOOL]}, "response_format: not together with tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"<": {}}}}}]},
+            "tools",
+        ),
+    ],
+)
+def test_a_grammar_that_cannot_be_is_refused(make, change, said):
+    client, engine, _ = make()
+    answer = client.post("/v1/chat/completions", json=ASK | change)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+    assert not engine.active

@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import anthropic
 import httpx
+import jsonschema
 import openai
+import pydantic
 import pytest
 from processes import FUNCTIONAL
 from typer.testing import CliRunner
@@ -135,6 +138,68 @@ def test_a_required_tool_is_called_in_every_api(oa, an):
         next(block for block in message.content if block.type == "tool_use").input,
     ]
     assert arguments[0] == arguments[1] == arguments[2] and isinstance(arguments[0], dict)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "role": {"enum": ["king", "servant"]},
+        "scenes": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 5}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["name", "role", "scenes"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_an_answer_follows_its_schema_in_every_api(oa, an, temperature):
+    draw: dict = {"temperature": temperature, "seed": 3}
+    thinking = {"thinking_budget": 10, "max_tokens": 400}
+    format: dict = {"type": "json_schema", "json_schema": {"name": "part", "schema": SCHEMA, "strict": True}}
+    flat: dict = {"type": "json_schema", "name": "part", "schema": SCHEMA, "strict": True}
+    chat = oa.chat.completions.create(model="tiny", messages=HI, response_format=format, **draw, extra_body=thinking)
+    items = oa.responses.create(model="tiny", input="Hi", text={"format": flat}, extra_body=draw | {"thinking_budget": 0})
+    output: dict = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    message = an.messages.create(model="tiny", max_tokens=400, messages=HI, output_config=output, extra_body=draw)
+    raw = oa.completions.create(model="tiny", prompt="ROMEO.", max_tokens=400, **draw, extra_body={"response_format": format})
+    for text in (chat.choices[0].message.content, items.output_text, message.content[-1].text, raw.choices[0].text):
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert chat.choices[0].finish_reason == "stop" and chat.choices[0].message.reasoning_content
+    with oa.chat.completions.stream(model="tiny", messages=HI, response_format=format, **draw, extra_body=thinking) as events:
+        assert events.get_final_completion().choices[0].message.content == chat.choices[0].message.content
+
+
+def test_the_sdk_parses_its_own_models(oa):
+    class Part(pydantic.BaseModel):
+        role: Literal["king", "servant"]
+        scene: int = pydantic.Field(ge=1, le=5)
+
+    parsed = oa.chat.completions.parse(
+        model="tiny", messages=HI, response_format=Part, temperature=1, seed=1, extra_body={"enable_thinking": False}
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Part)
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_strict_tool_is_called_as_its_schema_says(oa, choice):
+    parameters = SCHEMA | {"properties": {key: value for key, value in SCHEMA["properties"].items() if key != "name"}}
+    parameters["required"] = ["role", "scenes"]
+    tool: dict = {"type": "function", "function": {"name": "cast", "parameters": parameters, "strict": True}}
+    request: dict = dict(model="tiny", messages=HI, tools=[tool], tool_choice=choice, temperature=1, max_tokens=300)
+    for seed in range(3):
+        answer = oa.chat.completions.create(**request, seed=seed, extra_body={"thinking_budget": 5}).choices[0]
+        for call in answer.message.tool_calls or []:
+            if answer.finish_reason == "tool_calls":
+                jsonschema.validate(json.loads(call.function.arguments), parameters)
+        assert choice == "auto" or answer.message.tool_calls
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_with_its_reason(oa):
+    format: dict = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
+    with pytest.raises(openai.BadRequestError, match="response_format") as refused:
+        oa.chat.completions.create(model="tiny", messages=HI, response_format=format)
+    assert "strin" in refused.value.message and "\n" not in refused.value.message
 
 
 def test_responses_streamed_are_responses_whole(oa):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ninfer_jax.server.schemas.common import Count, Sampling, Schema, StreamOptions, Tagged
+from ninfer_jax.server.schemas.common import Count, JsonObject, Sampling, Schema, StreamOptions, Tagged
 
 
 class CompletionRequest(Tagged, Sampling):
@@ -18,6 +18,7 @@ class CompletionRequest(Tagged, Sampling):
     best_of: Literal[1] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: JsonObject | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
