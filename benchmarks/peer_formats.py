@@ -88,6 +88,32 @@ def onnx_folder(checkpoint: Path, weights: str) -> Path:
     return path
 
 
+def artifact_folder(checkpoint: Path, recipe: str) -> Path:
+    """The checkpoint as an artifact of this engine, converted on the first call."""
+    from ninfer_jax.engine.convert import convert
+
+    path = checkpoint / f"artifact-{recipe}"
+    if not path.exists():
+        unfinished = checkpoint / f"unfinished-{recipe}"
+        convert(checkpoint, unfinished, recipe)
+        unfinished.rename(path)
+    return path
+
+
+def artifact_numbers(checkpoint: Path, recipe: str) -> dict[str, np.ndarray]:
+    """What the weights of the artifact stand for, float32, by the names of the checkpoint's tensors."""
+    import jax.numpy as jnp
+
+    from ninfer_jax.config import ModelConfig
+    from ninfer_jax.engine.weights_in import open_weights
+    from ninfer_jax.model import TextModel, checkpoint_tensors
+
+    path = artifact_folder(checkpoint, recipe)
+    model = TextModel(ModelConfig.from_hf(path), jnp.dtype("float32"), mtp=False)
+    found = checkpoint_tensors(open_weights(path, False).parameters(model, lambda done, total: None))
+    return {name: np.asarray(array) for name, array in found.items()}
+
+
 def multimodal_twin(checkpoint: Path) -> Path:
     """The same text model under the names of a multimodal checkpoint, which the model builder wants; of the vision tower
     there is only the description: the builder leaves that part out."""

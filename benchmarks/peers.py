@@ -17,7 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from peer_formats import gguf_file, onnx_folder, stands_for
+from peer_formats import artifact_folder, artifact_numbers, gguf_file, onnx_folder, stands_for
+
+RECIPES = ("w8", "q4")  # of this engine's artifacts
 
 
 class Peer(Protocol):
@@ -37,7 +39,7 @@ class Peer(Protocol):
 
 
 class Ninfer:
-    """This engine: float32, KV pages in float32, no drafts."""
+    """This engine: activations and KV pages in float32, no drafts; weights in float32, or an artifact of a recipe."""
 
     def __init__(self, checkpoint: Path, weights: str, threads: int, context: int):
         import jax
@@ -45,7 +47,8 @@ class Ninfer:
         from ninfer_jax.config import EngineConfig
         from ninfer_jax.engine import Engine
 
-        self._engine = Engine.load(checkpoint, EngineConfig(context=context, kv="f32", dtype="float32", draft=0))
+        model = checkpoint if weights == "float32" else artifact_folder(checkpoint, weights)
+        self._engine = Engine.load(model, EngineConfig(context=context, kv="f32", dtype="float32", draft=0))
         self._session = None
         self.versions = {"jax": jax.__version__}
 
@@ -135,8 +138,10 @@ class Transformers:
 
     def _quantised(self, weights: str):
         model = self._load()
+        ours = artifact_numbers(self._checkpoint, weights) if weights in RECIPES else None
         for name, parameter in model.named_parameters():
-            parameter.data = self._torch.from_numpy(stands_for(name, parameter.detach().numpy(), weights))
+            numbers = ours[name.removeprefix("model.")] if ours else stands_for(name, parameter.detach().numpy(), weights)
+            parameter.data = self._torch.from_numpy(numbers.reshape(parameter.shape).copy())
         return model
 
 
@@ -232,7 +237,7 @@ class OnnxRuntime:
 
 @dataclass(frozen=True)
 class Entry:
-    """`weights`: what the engine is given, float32, q8_0 or int4."""
+    """`weights`: what the engine is given, float32, q8_0 or int4, or an artifact of a recipe."""
 
     engine: type
     weights: str = "float32"
@@ -240,6 +245,8 @@ class Entry:
 
 PEERS = {
     "ninfer-jax": Entry(Ninfer),
+    "ninfer-jax w8": Entry(Ninfer, "w8"),
+    "ninfer-jax q4": Entry(Ninfer, "q4"),
     "transformers": Entry(Transformers),
     "llama.cpp": Entry(LlamaCpp),
     "onnxruntime": Entry(OnnxRuntime),

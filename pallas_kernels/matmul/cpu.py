@@ -20,8 +20,10 @@ from pallas_kernels import cpu
 ROWS = 64
 LANES = 8
 _COLUMNS = 8  # that share a horizontal sum
-_WIDE = {1: 8, 2: 4, 3: 4, 4: 2}  # columns whose sums are in registers beside those of so many rows: AVX2 has 16
-_TOGETHER = 4  # most rows in registers at once: more go in fours, over columns that are in the cache by then
+# Columns whose sums are in registers together, by how many rows are; more rows than that go one such lot after another, over
+# columns that are in the cache by then. AVX2 has 16 registers, AVX-512 32.
+_FEW, _MANY = (8, 4, 4, 2), (8, 4, 4, 4, 4, 4, 2, 2)
+_AHEAD_BYTES = 8192  # of weights, asked for this long before they are multiplied: what comes from memory in 64 ns meanwhile
 _PART_BYTES = 1 << 17  # of weights: less is not worth another thread's attention
 _PARTS = 32
 
@@ -137,11 +139,13 @@ def _columns(c: Any, *views: Any, shape: _Shape, prepared: bool) -> None:
     x = left.pop(0) if prepared else x
     whole = shape.out // _COLUMNS
     rest = shape.out % _COLUMNS
+    fitting = _MANY if cpu.here().has("avx512vl") else _FEW
+    together = len(fitting)
 
     def unit(n: Any, columns: int) -> None:
-        for first in range(0, shape.rows, _TOGETHER):
-            rows = min(_TOGETHER, shape.rows - first)
-            tile = functools.partial(_sums, c, x, w, first, rows, columns=columns, k=shape.k)
+        for first in range(0, shape.rows, together):
+            rows = min(together, shape.rows - first)
+            tile = functools.partial(_sums, c, x, w, first, rows, wide=fitting[rows - 1], columns=columns, k=shape.k)
             sums = tile(n)
             if shape.swiglu:
                 up = tile(n + shape.out)
@@ -178,9 +182,11 @@ def _store(c: Any, out: Any, y: Any, row: int, at: Any, columns: int) -> None:
         out.store(y.lane(i), row, at + i)
 
 
-def _sums(c: Any, x: Any, w: Any, first: int, rows: int, n: Any, *, columns: int, k: int) -> list[Any]:
-    """For each of `rows` rows the sums of columns n .. n + 7, 8 lanes; those beyond `columns` are zeros."""
-    wide, whole = _WIDE[rows], k - k % LANES
+def _sums(c: Any, x: Any, w: Any, first: int, rows: int, n: Any, *, wide: int, columns: int, k: int) -> list[Any]:
+    """For each of `rows` rows the sums of columns n .. n + 7, 8 lanes, `wide` columns at a time; those beyond `columns` are
+    zeros."""
+    whole = k - k % LANES
+    asked = max(wide, -(-_AHEAD_BYTES // (k * w.itemsize)))
     found: list[list[Any]] = [[] for _ in range(rows)]
     for at in range(0, columns, wide):
         here = min(wide, columns - at)
@@ -188,7 +194,7 @@ def _sums(c: Any, x: Any, w: Any, first: int, rows: int, n: Any, *, columns: int
         def step(i: Any, *sums: Any, at: int = at, here: int = here) -> list[Any]:
             if first == 0:
                 # The next columns come into L2 meanwhile, in the order of memory: eight short streams are too many for hardware.
-                ahead = w.part(n + (at + wide), 0)
+                ahead = w.part(n + (at + asked), 0)
                 for line in range(0, here * LANES, 64 // w.itemsize):
                     c.prefetch(ahead.pointer_at(i * here + line), level=2)
             xs = [x.load(first + r, i, lanes=LANES) for r in range(rows)]
