@@ -1,4 +1,4 @@
-"""What products of codes share on a CPU: rounded activations, the walk over blocks of columns, and codes out of words.
+"""Parts that all products of codes share on a CPU: rounded activations, the walk over blocks of columns, codes out of words.
 
 Activations are rounded to int16 per row and group of the weight's: the group's largest magnitude is 32,767. That is 2^-16 of
 it: below what bfloat16 activations lose. A block of 64 columns is 4 KiB of consecutive memory for each 32 of k.
