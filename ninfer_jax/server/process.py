@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ Progress = Callable[[str, int, int], None]
 HEADER_SECONDS = 30.0  # from a connection's first byte to the end of its headers
 _HEADER_BYTES = 64 << 10
 _CONNECTIONS = 1000
+_KEEP_ALIVE = 75  # seconds; longer than clients keep theirs, so that none sends into a connection that is just being closed
 _LAST_WORDS = 5  # seconds for streams that have ended to be read to their ends
 
 
@@ -64,6 +66,9 @@ def run(service: Service, listening: socket.socket, load: Callable[[Progress], B
     load: makes the engine, in a thread of its own; it is told how to report (stage, done, in all). say: takes lines for people.
     A signal lets running answers go on for `drain_seconds`; a second one, not.
     """
+    # The engine's thread comes back from the device many times a second and must not wait 5 ms, Python's default, for one that
+    # renders a long prompt.
+    sys.setswitchinterval(5e-4)
     return asyncio.run(_run(service, listening, load, say))
 
 
@@ -74,7 +79,7 @@ async def _run(
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
-    server = _Server(_config(service))
+    server = serve_in(service)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     loading, stopped = _started(loop, service, load), asyncio.create_task(stop.wait())
     try:
@@ -136,19 +141,23 @@ def _started(loop: asyncio.AbstractEventLoop, service: Service, load: Callable[[
     return future
 
 
-def _config(service: Service) -> uvicorn.Config:
-    return uvicorn.Config(
-        build_app(service),
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=_CONNECTIONS,
-        timeout_graceful_shutdown=_LAST_WORDS,
-        h11_max_incomplete_event_size=_HEADER_BYTES,
+def serve_in(service: Service) -> uvicorn.Server:
+    """The server of a service, for the event loop that awaits its `serve`; it leaves signals alone."""
+    return _Server(
+        uvicorn.Config(
+            build_app(service),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_CONNECTIONS,
+            timeout_graceful_shutdown=_LAST_WORDS,
+            timeout_keep_alive=_KEEP_ALIVE,
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+        )
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import signal
 import socket
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import anthropic
@@ -37,6 +39,14 @@ PARAMETERS = {
 HI: list = [{"role": "user", "content": "Hi"}]
 
 pytestmark = pytest.mark.engine
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"serving_{name}", ROOT / f"examples/serving/{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +318,31 @@ def test_the_rest_of_the_routes_answer(raw, oa):
     status = raw.get("/api/status").json()
     assert status["memory"]["total"] > sum(status["memory"]["parts"].values()) > status["memory"]["parts"]["weights"] > 1e7
     assert status["totals"]["drafted"] > status["totals"]["accepted"] > 0
+
+
+def test_a_conversation_that_goes_on_is_taken_from_the_cache(oa, an):
+    first: list = [{"role": "user", "content": "Tell the story of the king and his servant from the very beginning. " * 8}]
+    request: dict = dict(model="tiny", messages=first, temperature=0, max_tokens=20, extra_body={"enable_thinking": False})
+    cold, warm = (oa.chat.completions.create(**request) for _ in range(2))
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0 < warm.usage.prompt_tokens_details.cached_tokens
+    assert warm.choices[0].message.content == cold.choices[0].message.content
+    message = an.messages.create(model="tiny", max_tokens=20, messages=first, extra_body={"temperature": 0})
+    assert message.usage.cache_read_input_tokens == warm.usage.prompt_tokens_details.cached_tokens
+    assert message.usage.input_tokens + message.usage.cache_read_input_tokens == warm.usage.prompt_tokens
+    assert message.content[0].text == cold.choices[0].message.content
+
+
+def test_the_examples_run(address, child, monkeypatch, capsys):
+    monkeypatch.setenv("NINFER_API_KEY", "key")
+    example("openai_sdk").main(address, tokens=30)
+    example("anthropic_sdk").main(address, tokens=30)
+    said = capsys.readouterr().out
+    assert "ROMEO. " in said and said.count("of the prompt cached]") == 2
+    messages = example("agent").main("What is here?", address, turns=2, tokens=30)
+    assert [message["role"] for message in messages[:2]] == ["user", "assistant"]
+    command = ["load", "--url", address, "--pid", str(child.pid), "--requests", "40", "--clients", "4", "--distinct", "8"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert example("load").main() == 0, capsys.readouterr().out
 
 
 def test_a_signal_ends_it_with_the_running_answer_finished(child, raw):
