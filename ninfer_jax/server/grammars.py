@@ -1,4 +1,4 @@
-"""What an answer must follow: a request's format, or the schemas of its strict tools, as one grammar."""
+"""The grammar that an answer must follow: a request's format, or the schemas of its strict tools, as one grammar."""
 
 from __future__ import annotations
 
