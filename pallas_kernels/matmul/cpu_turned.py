@@ -93,8 +93,8 @@ def _accumulate(c: Any, o: _Operands, shape: Shape, at: Any) -> None:
                                 o.sums.store(c.fma(whole[n].to(c.f32), factor, o.sums.load(r, i, lanes=wide)), r, i)
                             else:
                                 sums[n] = c.fma(whole[n].to(c.f32), factor, sums[n])
-                for n, r in enumerate(rows if sums else ()):
-                    o.sums.store(sums[n], r, i)
+                for r, total in zip(rows, sums or (), strict=False):
+                    o.sums.store(total, r, i)
 
         c.loop(0, BLOCK, [], columns, step=wide)
 
@@ -143,7 +143,7 @@ def _sums_across(c: Any, o: _Operands, t: Any, at: Any, j: int, r: int, shape: S
         low, high = ([q + k + o for q in quarters for k in ks for o in (0, wide)] for ks in ((0, 1), (2, 3)))
         two = [add(column(i + k), column(i + k + 1), low, high) for k in (0, 2)]
         low, high = ([q + k + o for q in quarters for o in (0, wide) for k in ks] for ks in ((0, 1), (2, 3)))
-        return add(*two, low, high)
+        return add(two[0], two[1], low, high)
 
     def quarters(order: list[int]) -> list[int]:
         return [4 * q + k for q in order for k in range(4)]
@@ -151,7 +151,7 @@ def _sums_across(c: Any, o: _Operands, t: Any, at: Any, j: int, r: int, shape: S
     if wide == 8:
         return add(four(0), four(4), quarters([0, 2]), quarters([1, 3]))
     eights = [add(four(i), four(i + 4), quarters([0, 1, 4, 5]), quarters([2, 3, 6, 7])) for i in (0, 8)]
-    return add(*eights, quarters([0, 2, 4, 6]), quarters([1, 3, 5, 7]))
+    return add(eights[0], eights[1], quarters([0, 2, 4, 6]), quarters([1, 3, 5, 7]))
 
 
 def _turn(c: Any, words: Any, turned: Any, t: Any, at: Any, shape: Shape) -> None:
@@ -189,7 +189,7 @@ def _transposed(rows: list[Any]) -> list[Any]:
     done: list[Any] = [None] * n
     for k, fours in enumerate(found):
         if n == 8:
-            done[k], done[4 + k] = blocks(*fours, [0, 2]), blocks(*fours, [1, 3])
+            done[k], done[4 + k] = blocks(fours[0], fours[1], [0, 2]), blocks(fours[0], fours[1], [1, 3])
             continue
         (a, b, d, e) = fours
         for half, order in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
