@@ -32,7 +32,7 @@ def numbers(stage: Stage, tiny: bool, memory: int | None) -> None:
     """Relative L2 errors against the references; real shapes compiled on a GPU, small twins interpreted on a CPU."""
     if tiny:
         stage.note("A small twin of the ops that a CPU interprets in a moment.")
-    chosen = interleaved(check.cases())
+    chosen = interleaved(registry.cases(small=not check.on_gpu()))
     if tiny:  # of each of these the one with the least work
         least = {c.op: c for c in sorted(chosen, key=lambda c: c.multiply_adds, reverse=True)}
         for op in [op for op in least if op not in TINY_OPS]:

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class Engine:
         self._runner, self._programs = runner, programs
         self.tokenizer, self.template, self.defaults, self.model_config = tokenizer, template, defaults, model_config
         self._notes, self._started_at = notes, started_at
+        self._requests: Requests | None = None
 
     @classmethod
     def load(
@@ -158,11 +159,13 @@ class Engine:
         """The owner of slots, pages and state, for inspection."""
         return self._runner
 
-    @cached_property
+    @property
     def requests(self) -> Requests:
         """The way from prompts to sequences, and what is refused on it."""
         text = CheckpointText(self.tokenizer, self.template, self.defaults)
-        return Requests(text, self.context, self._runner.pool_tokens, self.model_config.vocab_size)
+        if self._requests is None or self._requests.text != text:  # kept, because its compiler of grammars is dear
+            self._requests = Requests(text, self.context, self._runner.pool_tokens, self.model_config.vocab_size)
+        return self._requests
 
     @property
     def compilations(self) -> int:

@@ -48,9 +48,9 @@ def draft_acceptance(
     params = SamplingParams(temperature=0, max_new_tokens=max_new, ignore_eos=True)
     rounds: list[int] = []
     for done, prompt in enumerate(prompts, 1):
-        # One piece a round; the first one also carries the token that the prompt itself gave.
+        # One piece a round, and before them the token that the prompt itself gave, with a piece of its own or in the first round's.
         pieces = [len(piece.tokens) for piece in engine.stream(prompt, params) if piece.tokens]
-        emitted = [pieces[0] - 1, *pieces[1:]]
+        emitted = [count for count in (pieces[0] - 1, *pieces[1:]) if count]
         rounds += [count - 1 for count in emitted[:-1]]
         if progress:
             progress(done, len(prompts))

@@ -112,8 +112,8 @@ def test_another_field_in_the_manifest_is_refused_by_name(copy: Path, field: str
 
 
 COMMAND = (
-    "ninfer-jax compile MODEL --target cpu --context 256 --slots 1 --pool 256 --draft 1 --kv f32 --prefill-chunk 64 --dtype float32"
-    " --kernels xla"
+    "ninfer-jax compile MODEL --target cpu --context 256 --slots 1 --pool 256 --draft 1 --drafter mtp --kv f32 --prefill-chunk 64"
+    " --dtype float32 --kernels xla"
 )
 
 
