@@ -11,7 +11,7 @@
 #   make lint          ruff, its formatter and basedpyright
 #   make help          this list
 #   make check-27b     the 27B's decode round compiled for the RTX 4090: launches, copies, bytes (minutes)
-#   make check-shapes  the 27B's widths from checkpoint to logits on the CPU (9 minutes, 20 GB of memory, 15 GB of disk)
+#   make check-shapes  the 27B's widths from checkpoint to logits on the CPU (9 minutes, 4.2 GB of memory, 15 GB of disk)
 #   make check-clients the real Codex and Claude Code (npm), a turn with a tool call each, on a scripted model
 #   make train         train the bundled model again
 #   make heldout       its held-out loss and draft acceptance
