@@ -2,10 +2,11 @@
 #
 #   make demo          install what generating needs and let the bundled model write
 #   make check         in three minutes: lint, the tests that compile no engine, and one engine of the smallest size
-#   make test          every test but the exhaustive products: test-engine and test-cards
+#   make test          every test but the long ones and the exhaustive products: test-engine and test-cards
 #   make test-engine   everything but the Pallas kernels, on the CPU
 #   make test-cards    the Pallas kernels: their numbers, and compiled for the RTX 4090, without one
-#   make test-full     `make test` and the products: every KV format and K, every kernel for five NVIDIA cards
+#   make test-long     the tests that take a core ten seconds or more each
+#   make test-full     `make test`, the long tests and the products: every KV format and K, every kernel for five NVIDIA cards
 #   make test-avx2     the tests that claim equal bits, with the code of a CPU without AVX-512
 #   make test-lane312  the newer version lane (Python 3.12, JAX 0.11.2) in .venv312: kernels, programs, what needs no torch
 #   make lint          ruff, its formatter and basedpyright
@@ -47,7 +48,7 @@ pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} JAX_COMPILATION_CACHE_DIR=$(CURDIR
 stages = +@MAKE='$(MAKE)' .ci/stages 'make $@'
 AVX2 := XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX2"
 
-.PHONY: demo help check check-tests lint test test-engine test-cards test-full test-matrix test-every-card test-avx2 test-avx2-engine \
+.PHONY: demo help check check-tests lint test test-engine test-cards test-full test-long test-matrix test-every-card test-avx2 test-avx2-engine \
 	test-avx2-cards test-lane312 check-27b check-shapes check-clients train heldout clean
 
 demo: .venv/.installed
@@ -65,13 +66,13 @@ check:
 	$(stages) lint check-tests
 
 check-tests: .venv/.installed-test
-	$(call pytest,.venv) -m 'not full and (not engine or micro)' $(CHECK_TESTS)
+	$(call pytest,.venv) -m 'not full and not long and (not engine or micro)' $(CHECK_TESTS)
 
 test:
 	$(stages) test-engine test-cards
 
 test-full:
-	$(stages) test-engine test-cards test-matrix test-every-card
+	$(stages) test-engine test-cards test-long test-matrix test-every-card
 
 test-avx2:
 	$(stages) test-avx2-engine test-avx2-cards
@@ -83,6 +84,9 @@ test-engine: .venv/.installed-test
 # may have chosen for a driver, these would be a second one.
 test-cards: .venv-cards/.installed-test-cards
 	$(call pytest,.venv-cards) tests/cards
+
+test-long: .venv/.installed-test
+	$(call pytest,.venv) --ignore=tests/cards -m 'long and not full'
 
 test-matrix: .venv/.installed-test
 	$(call pytest,.venv) --ignore=tests/cards -m full
@@ -107,7 +111,7 @@ check-clients: .venv/.installed-test
 	JAX_PLATFORMS=cpu .venv/bin/python tests/server/clients.py .venv/clients
 
 test-lane312: .venv312/.installed-test-cards
-	$(call pytest,.venv312) $(LANE312_TESTS) $(LANE312_WITHOUT:%=--ignore=%)
+	$(call pytest,.venv312) -m 'not full' $(LANE312_TESTS) $(LANE312_WITHOUT:%=--ignore=%)
 
 train: .venv/.installed-train
 	.venv/bin/python weights/training/train_tiny.py --steps 4000 --stop 1600

@@ -77,6 +77,12 @@ ENGINES = {
     "micro_engine": "micro",
     "micro_drafting": "micro",
 }
+# Files whose tests are marked as long where they use a fixture that takes half a minute: (file, that fixture).
+LONG = {
+    ("benchmarks/test_device_check.py", "results"),
+    ("benchmarks/test_check_shapes.py", "way"),
+    ("programs/test_executables.py", "compiled"),
+}
 # Folders of tests that are compiled as for users, like tests with one of these marks: what they are about is numbers or code.
 AS_FOR_USERS = {"kernels", "cards", "evaluate"}
 AS_FOR_USERS_MARKS = {"bits", "as_for_users"}
@@ -185,6 +191,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if folder(item) == "cards":
             item.add_marker("cards")
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        if any((file, fixture) in LONG for fixture in getattr(item, "fixturenames", ())):
+            item.add_marker("long")
         engines = [name for name in ENGINES if name in getattr(item, "fixturenames", ())]
         if engines:
             item.add_marker("engine")

@@ -37,6 +37,7 @@ def bench(monkeypatch, engine):
     return call
 
 
+@pytest.mark.long
 def test_a_matrix_with_all_its_files(bench, tmp_path):
     file, table, plots = tmp_path / "r.json", tmp_path / "r.csv", tmp_path / "plots"
     lists = ("--prompt", "32,64", "--gen", "6", "--depth", "0,64")

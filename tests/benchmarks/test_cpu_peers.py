@@ -152,6 +152,7 @@ def test_tables_follow_from_the_rates():
     ]
 
 
+@pytest.mark.long
 def test_a_run_of_this_engine_and_transformers(tmp_path):
     """The other engines belong to the extra `bench`; the command, processes and files are the same for them."""
     line = [sys.executable, str(BENCHMARKS / "cpu_peers.py"), "--tiny", "--only", "transformers", "--repeats", "2"]

@@ -217,6 +217,7 @@ def test_a_draft_head_of_an_impossible_size(tmp_path, tensors, recipe, count):
     assert done.exit_code == 1 and "go together" in done.stderr
 
 
+@pytest.mark.long
 def test_the_bundled_model_in_the_finer_recipe(tmp_path):
     """`convert tiny`, then `generate`: the Gated DeltaNet projections and the embedding have 8 bits and lie accordingly close to
     the checkpoint's numbers, attention and MLP have 4."""

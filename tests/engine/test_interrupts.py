@@ -184,6 +184,7 @@ def after(engine: Engine, right: list[list[int]], day: Day, struck: BaseExceptio
 # What strikes in a finalizer is dropped by Python.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("each", [1, pytest.param(5, marks=pytest.mark.full)], ids=["once", "five times"])
+@pytest.mark.long
 def test_an_interrupt_at_every_line_of_the_driver(engine, right, each: int):
     """At one of the times that a day comes past it, now an early and now a late one; or at several of them."""
     assert_as_new(engine, right, "before")

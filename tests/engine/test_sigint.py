@@ -63,6 +63,7 @@ def assert_interrupted(process: subprocess.Popen[str], whole: str, before: str =
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.long
 def test_an_interrupt_at_any_moment(start, whole, count: int):
     text, taken = whole
     for at in range(count):

@@ -7,6 +7,7 @@ import gc
 import random
 
 import jax
+import pytest
 
 from ninfer_jax import Engine, SamplingParams
 from ninfer_jax.engine.runner import Runner
@@ -58,6 +59,7 @@ def serve(engine: Engine, rng: random.Random, first: int, count: int) -> None:
         at += batch
 
 
+@pytest.mark.long
 def test_a_thousand_mixed_requests_leave_the_peak_where_it_was(micro_drafting, monkeypatch):
     peak = [0, 0]
     advance = Runner.advance

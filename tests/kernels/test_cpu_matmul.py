@@ -167,6 +167,7 @@ def test_a_row_has_the_same_bits_beside_any_others():
 
 
 @pytest.mark.parametrize("flags", ["--xla_cpu_max_isa=AVX2", "--xla_cpu_multi_thread_eigen=false"])
+@pytest.mark.long
 def test_the_bits_are_those_of_avx2_and_of_one_thread(flags, tmp_path):
     # Quantised by one program: the search for scales is XLA's, whose bits differ.
     out = tmp_path / "weights.npz"

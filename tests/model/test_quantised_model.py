@@ -120,6 +120,7 @@ def run(programs, parameters, shape, ids):
     return hidden, np.asarray(logits)[: len(ids), :290], emitted, np.asarray(state.recurrent[0][0])
 
 
+@pytest.mark.long
 def test_quantised_weights_change_nothing_but_their_rounding(models):
     ids = np.random.default_rng(1).integers(0, 290, PROMPT)
     ours, theirs = (run(*model, ids) for model in models)

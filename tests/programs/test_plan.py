@@ -68,6 +68,7 @@ def test_who_drafts_by_hand(slots: int) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "mtp+lookup"])
+@pytest.mark.long
 def test_the_advised_context_fits_and_one_page_more_does_not(drafter: str) -> None:
     _, made = plan_27b(slots=4, drafter=drafter)
     assert not made.fits and made.slack < 0
