@@ -32,7 +32,8 @@ class Affinity:
 
 def affinity_of(headers: Mapping[str, str], body: Mapping[str, Any] | None) -> Affinity:
     """The affinity of a request: its client's session header, else `prompt_cache_key`, else the conversation's id, else a digest of
-    the system text and the first user message. headers: by lower-case name. body: a parsed object, not yet checked; None, if there is none."""
+    the system text and the first user message. headers: by lower-case name. body: a parsed object, not yet checked, if there is one.
+    """
     body = body or {}
     parts, first_user = _parts(body)
     chain = _chain(parts)

@@ -17,8 +17,8 @@ WAITING_AT_HOME = 3  # requests that wait there, from which on a conversation lo
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica as a router sees it. slots: requests that it computes at a time; requests: those that it has, waiting ones included;
-    prefixes: digests (`affinity.Link`) of the prompts that it has answered, the latest ones."""
+    """A replica as a router sees it. slots: requests that it computes at a time; requests: all that it has; prefixes: digests
+    (`affinity.Link`) of the prompts that it has answered, the latest ones."""
 
     name: str
     slots: int = 1
