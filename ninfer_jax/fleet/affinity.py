@@ -32,7 +32,7 @@ class Affinity:
 
 def affinity_of(headers: Mapping[str, str], body: Mapping[str, Any] | None) -> Affinity:
     """The affinity of a request: its client's session header, else `prompt_cache_key`, else the conversation's id, else a digest of
-    the system text and the first user message. headers: by lower-case name. body: a parsed object, not yet checked, if there is one.
+    the system text and the first user message. headers: by lower-case name. body: a parsed object, not yet checked, if any.
     """
     body = body or {}
     parts, first_user = _parts(body)
