@@ -14,6 +14,7 @@
 #   make check-27b     the 27B's decode round compiled for the RTX 4090: launches, copies, bytes (minutes)
 #   make check-shapes  the 27B's widths from checkpoint to logits on the CPU (9 minutes, 4.2 GB of memory, 15 GB of disk)
 #   make check-clients the real Codex and Claude Code (npm), a turn with a tool call each, on a scripted model
+#   make check-page    the server's page in a headless Chromium (npm): chat, tools, dashboard, phone, keyboard
 #   make dist          sdist and wheel in dist/, each extra tried in an empty environment (EXTRAS="base server": those alone)
 #   make train         train the bundled model again
 #   make heldout       its held-out loss and draft acceptance
@@ -50,7 +51,7 @@ stages = +@MAKE='$(MAKE)' .ci/stages 'make $@'
 AVX2 := XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX2"
 
 .PHONY: demo help check check-tests lint test test-engine test-cards test-full test-long test-matrix test-every-card test-avx2 test-avx2-engine \
-	test-avx2-cards test-lane312 check-27b check-shapes check-clients dist train heldout clean
+	test-avx2-cards test-lane312 check-27b check-shapes check-clients check-page dist train heldout clean
 
 demo: .venv/.installed
 	.venv/bin/ninfer-jax generate tiny --prompt '$(PROMPT)' --max-new $(MAX_NEW)
@@ -110,6 +111,10 @@ check-shapes: .venv/.installed-test
 check-clients: .venv/.installed-test
 	npm install --no-fund --no-audit --prefix .venv/clients @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.332
 	JAX_PLATFORMS=cpu .venv/bin/python tests/server/clients.py .venv/clients
+
+check-page: .venv/.installed-test
+	npm install --no-fund --no-audit --prefix .venv/page @sparticuz/chromium@143.0.4 puppeteer-core@24.32.0
+	JAX_PLATFORMS=cpu .venv/bin/python tests/server/check_page.py .venv/page/node_modules .venv/page/pictures
 
 dist:
 	@EXTRAS='$(EXTRAS)' sh constraints/dist.sh dist $(PYTHON)

@@ -304,10 +304,16 @@ class AsyncEngine:
         except Exception as error:
             self._faults += 1
             self._recover(life, error)
-        self._load = load_of(self._runner, answers=self._answers, faults=self._faults)
+        self._look()
         if not worked and self._under_way:
             with self._changed:
                 self._changed.wait(0.02)  # a lease of some call is in the way
+
+    def _look(self) -> None:
+        try:
+            self._load = load_of(self._runner, answers=self._answers, faults=self._faults)
+        except Exception as error:  # numbers for a dashboard are worth no answer: those of the turn before stay
+            self._runner.faults.append(first_line(error))
 
     def _recover(self, life: object, error: Exception) -> None:
         """After an exception: who holds a slot is lost. Raises what a fresh state raises, if not even that can be had."""

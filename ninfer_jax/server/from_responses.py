@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from ninfer_jax.files import shown
 from ninfer_jax.server.conversation import tool_results_in_order
 from ninfer_jax.server.errors import bad
 from ninfer_jax.server.opaque import opened
 from ninfer_jax.server.schemas import ResponsesRequest
 
+_TYPE = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
@@ -52,6 +55,8 @@ def chat_tools(tools: list[Any] | None) -> tuple[list[dict[str, Any]] | None, tu
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if not isinstance(kind, str):
             raise bad(f"tools[{index}].type: missing")
+        if not _TYPE.fullmatch(kind):  # it goes into a header
+            raise bad(f"tools[{index}].type: {shown(kind)} is no name of a type")
         if kind != "function":
             skipped.append(kind)
             continue

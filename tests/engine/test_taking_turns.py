@@ -162,6 +162,8 @@ def test_cancelling_takes_a_round_at_most(shared, pace, micro_engine, drained):
 
 
 def test_who_waits_can_be_cancelled_and_so_can_who_is_dropped(shared, right, held, drained):
+    """Nothing is computed for either of them."""
+    before = shared.load().numbers["engine_tokens"]
     running = [shared.submit(PROMPTS[at], PARAMS[at]) for at in (1, 3)]
     waiting, dropped = shared.submit(PROMPTS[0], PARAMS[0]), shared.submit(PROMPTS[0], LONG)
     waiting.cancel()
@@ -171,6 +173,8 @@ def test_who_waits_can_be_cancelled_and_so_can_who_is_dropped(shared, right, hel
     assert (done.tokens, done.finish_reason) == ([], "cancelled")
     assert all(same(one.result(), right[at]) for one, at in zip(running, (1, 3), strict=True))
     drained()
+    shared.call(lambda engine: None).result()
+    assert shared.load().numbers["engine_tokens"] - before == len(right[1].tokens) + len(right[3].tokens)
 
 
 def test_closing_cancels_what_runs_and_refuses_what_comes(shared, pace, micro_engine):
@@ -236,6 +240,21 @@ def test_a_failing_text_costs_its_own_answer(shared, right, held, monkeypatch):
         answers[0].result()
     assert same(answers[1].result(), right[5]) and same(answers[2].result(), right[7])
     assert shared.load().numbers["engine_faults"] == 0
+
+
+def test_numbers_that_fail_cost_nobody_anything(shared, right, micro_drafting, monkeypatch):
+    def failing(*arguments, **options):
+        raise ZeroDivisionError("numbers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(async_engine, "load_of", failing)
+        answers = [shared.submit(PROMPTS[at], PARAMS[at]) for at in range(6)]
+        assert all(map(same, (answer.result() for answer in answers), right))
+        assert shared.call(lambda engine: 5).result() == 5
+    assert set(micro_drafting.runner.faults) == {"ZeroDivisionError: numbers"}
+    micro_drafting.runner.faults.clear()
+    assert same(shared.generate(PROMPTS[1], PARAMS[1]), right[1])
+    assert shared.load().numbers["engine_answers"] == 7 and not micro_drafting.runner.faults
 
 
 class Broken:

@@ -15,6 +15,7 @@ from ninfer_jax.engine.prefix_settings import open_prefixes
 from ninfer_jax.engine.prefixes import NoPrefixes
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
+from ninfer_jax.engine.snapshot_bytes import to_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.bits]
 
@@ -107,10 +108,24 @@ def serve(runner: Runner, engine: Engine, requests: list[Request]) -> list[Seque
     return sequences
 
 
+def check_kept(engine: Engine, prefixes: KeptPrefixes, tokens: list[int]) -> bool:
+    """Whether something is kept of `tokens`; it is at a line of the grid, and has the bits of prefilling them."""
+    with prefixes.cache.find(tokens, counted=False) as hit:
+        kept = hit.load() if hit.length else None
+    if kept is None:
+        return False
+    assert kept.length % prefixes.grid == 0, f"a checkpoint of {kept.length} tokens"
+    with engine.runner.lease(kept.length) as lease:
+        for _ in lease.prefill(tokens[: kept.length]):
+            pass
+        assert np.asarray(kept.state).tobytes() == to_bytes(lease.snapshot()).tobytes()
+    return True
+
+
 def check(engine: Engine, folder: Path, count: int, seed: int) -> None:
     """`count` requests; the state ends as it began."""
     runner, callers, rng = engine.runner, Callers(seed), np.random.default_rng(seed)
-    opened, truth, served, hits, cached = 0, {}, 0, 0, 0
+    opened, truth, served, hits, cached, checked = 0, {}, 0, 0, 0, 0
     compilations = engine.compilations
 
     def opened_again() -> KeptPrefixes:
@@ -139,11 +154,12 @@ def check(engine: Engine, folder: Path, count: int, seed: int) -> None:
         for _ in range(rng.integers(0, 8)):
             runner.idle()
         prefixes.cache.check()
+        checked += check_kept(engine, prefixes, callers.known[-1])
         if rng.random() < 0.08:
             prefixes.close(save=bool(rng.integers(2)))
             prefixes = opened_again()
     assert not runner.faults and not prefixes.told and opened > 1
-    assert hits > 0.3 * count and cached > 20 * count
+    assert hits > 0.3 * count and cached > 20 * count and checked > 0.1 * count
     prefixes.close(save=False)
     runner.prefixes = NoPrefixes()
     alone(engine, requests[0])

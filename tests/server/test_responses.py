@@ -105,6 +105,13 @@ def test_tools_of_other_kinds_are_left_out_and_named(make):
     assert "shell" in engine.submitted[0]["prompt"] and "apply_patch" not in engine.submitted[0]["prompt"]
 
 
+@pytest.mark.parametrize("kind", ["\u00e9\u0301", "a\r\nset-cookie: b", "", "x" * 65])
+def test_a_type_of_tools_that_no_header_could_name_is_refused(make, kind):
+    client, engine, _ = make(ANSWER)
+    refused = client.post("/v1/responses", json=ASK | {"tools": [{"type": kind}]})
+    assert refused.status_code == 400 and "tools[0].type: " in refused.json()["error"]["message"] and not engine.submitted
+
+
 def test_a_cut_answer_is_incomplete(make):
     client, _, _ = make("so much to say " * 50)
     body = client.post("/v1/responses", json=ASK | {"max_output_tokens": 5}).json()

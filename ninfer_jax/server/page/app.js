@@ -16,6 +16,7 @@ function view(name, focus) {
     tab.tabIndex = chosen ? 0 : -1;
     if (chosen && focus) tab.focus();
   }
+  $("drawer").hidden = name !== "chat";
   history.replaceState(null, "", name === "chat" ? location.pathname : `#${name}`);
   look();
 }

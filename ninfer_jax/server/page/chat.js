@@ -11,6 +11,7 @@ const MOST = 100;
 let all = load();
 let now = all[0] || fresh();
 let running = null; // the AbortController of the answer under way
+let partial = null; // what has come of it
 
 function load() {
   try {
@@ -45,11 +46,12 @@ function listed() {
 
 function open(one) {
   running?.abort();
+  running = null;
+  busy(false);
   now = one;
   for (const field of FIELDS) $(field).value = now.settings[field] ?? "";
   $("thinking").checked = now.settings.thinking ?? true;
-  $("side").classList.remove("shown");
-  $("drawer").setAttribute("aria-expanded", "false");
+  drawn(false);
   shown();
   listed();
   $("text").focus();
@@ -90,10 +92,16 @@ function footed(view, message, at) {
     last ? element("button", { type: "button", onclick: again }, "Again") : null);
 }
 
-// Calls without a result get a field for it: the page runs no tools, a person does.
+// What an answer waits for. Calls without a result get a field for it: the page runs no tools, a person does. A question whose
+// answer never came (the server was gone, the page was left) can be asked again.
 function pending() {
   const last = now.messages.at(-1);
-  if (last?.role !== "assistant" || !last.tool_calls?.length || running) return;
+  if (!last || running) return;
+  if (last.role !== "assistant") {
+    $("messages").append(element("div", { class: "figures" }, "No answer came.", element("button", { type: "button", onclick: again }, "Ask again")));
+    return;
+  }
+  if (!last.tool_calls?.length) return;
   const fields = last.tool_calls.map((call) => [call, element("textarea", { rows: 2, "aria-label": `Result of ${call.function.name}` })]);
   const send = () => {
     for (const [call, field] of fields) now.messages.push({ role: "tool", tool_call_id: call.id, content: field.value });
@@ -136,6 +144,16 @@ function add(message, delta) {
   }
 }
 
+const said = (message) => message.content || message.reasoning_content || message.tool_calls;
+
+// The page is left: what has come stays, as of an answer that was stopped.
+function left() {
+  if (!running || !said(partial)) return;
+  partial.figures = ["stopped"];
+  now.messages.push(partial);
+  keep();
+}
+
 function figures(usage, finish, first, seconds) {
   const words = [`${usage.completion_tokens} tokens`, `first after ${first.toFixed(2)} s`];
   if (usage.completion_tokens > 1 && seconds > 0) words.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
@@ -149,13 +167,14 @@ async function answer() {
   for (const field of FIELDS) now.settings[field] = $(field).value;
   now.settings.thinking = $("thinking").checked;
   const mine = now, box = $("messages"), message = { role: "assistant", content: "" }, view = new AnswerView();
+  const control = new AbortController();
   $("problem").textContent = "";
+  running = control;
+  partial = message;
+  busy(true);
   keep();
   shown();
   listed();
-  running = new AbortController();
-  const control = running;
-  busy(true);
   box.append(view.root);
   view.show(message, true);
   const began = performance.now();
@@ -188,10 +207,15 @@ async function answer() {
   if (running === control) running = null;
   busy(running !== null);
   if (usage && first) message.figures = figures(usage, finish, (first - began) / 1000, (performance.now() - first) / 1000);
-  if (message.content || message.reasoning_content || message.tool_calls) mine.messages.push(message);
+  if (said(message) && !mine.messages.includes(message)) mine.messages.push(message);
   keep();
   if (mine === now) shown();
   listed();
+}
+
+function drawn(yes) {
+  $("side").classList.toggle("shown", yes);
+  $("drawer").setAttribute("aria-expanded", String(yes));
 }
 
 function busy(yes) {
@@ -224,13 +248,15 @@ export function start() {
   });
   $("text").addEventListener("input", grow);
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") running?.abort();
+    if (event.key !== "Escape") return;
+    running?.abort();
+    drawn(false);
   });
+  addEventListener("pagehide", left);
   $("stop").addEventListener("click", () => running?.abort());
   $("new").addEventListener("click", () => open(fresh()));
-  $("drawer").addEventListener("click", () => {
-    const yes = $("side").classList.toggle("shown");
-    $("drawer").setAttribute("aria-expanded", String(yes));
-  });
+  $("drawer").addEventListener("click", () => drawn(!$("side").classList.contains("shown")));
+  $("talk").addEventListener("click", () => drawn(false));
+  if (matchMedia("(max-width: 44rem)").matches) $("text").placeholder = "Message"; // there is no Escape, and no room to say so
   open(now);
 }

@@ -19,7 +19,7 @@ export function formatted(text) {
       const end = part.indexOf("\n");
       box.append(element("pre", {}, element("code", {}, end < 0 ? "" : part.slice(end + 1).replace(/\n$/, ""))));
     } else if (part.trim()) {
-      box.append(element("div", { class: "text" }, ...inline(at ? part.replace(/^\n+/, "") : part)));
+      box.append(element("div", { class: "text" }, ...inline((at ? part.replace(/^\n+/, "") : part).trimEnd())));
     }
   });
   return box;
