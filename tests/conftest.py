@@ -19,10 +19,10 @@ import pytest
 if TYPE_CHECKING:
     from ninfer_jax import Engine
 
-PLAIN = dict(context=512, prefill_chunk=64, kv="f32")
+PLAIN = dict(context=512, prefill_chunk=64, kv="f32", slots=1, draft=0)
 DRAFTING = PLAIN | dict(slots=2, draft=3)
 # The same two kinds of a model without language.
-MICRO = dict(context=256, prefill_chunk=64, kv="f32")
+MICRO = dict(context=256, prefill_chunk=64, kv="f32", slots=1, draft=0)
 MICRO_DRAFTING = MICRO | dict(slots=2, draft=1)
 
 # Files and folders whose tests share what has been compiled -> one group, which stays in one process. The longest come first,

@@ -185,7 +185,7 @@ class Job:
         from ninfer_jax.engine import Engine
 
         gc.collect()  # the engine before is part of a cycle; a card has no room for both
-        config = EngineConfig(context=context, kv=kv, draft=draft, drafter=drafter, **self._shapes)
+        config = EngineConfig(context=context, kv=kv, draft=draft, drafter=drafter, slots=1, **self._shapes)
         with self.progress(f"loading, kv {kv or 'auto'}, draft {draft}") as tell:
             engine = Engine.load(
                 path or self.path, config, verify=self._verify, progress=lambda stage, done, total: tell(done, total)

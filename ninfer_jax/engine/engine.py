@@ -19,8 +19,8 @@ from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.engine import allocator, sessions
 from ninfer_jax.engine.identity import identity_of
 from ninfer_jax.engine.kept_prefixes import KeptPrefixes
-from ninfer_jax.engine.memory import check_memory, compiled_workspace, free_bytes, host_bytes
-from ninfer_jax.engine.prefix_settings import budget_of, check_budget, mode_of, open_prefixes
+from ninfer_jax.engine.memory import SMALLER, check_memory, compiled_workspace, free_bytes
+from ninfer_jax.engine.prefix_settings import open_prefixes
 from ninfer_jax.engine.requests import Prompt, Requests
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
@@ -28,6 +28,11 @@ from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.weights_in import open_weights, why_no_drafts
 from ninfer_jax.files import directory, read_object
 from ninfer_jax.model_path import model_path
+from ninfer_jax.planning.budget import Place
+from ninfer_jax.planning.choose import Choice, choose
+from ninfer_jax.planning.host_memory import host_bytes
+from ninfer_jax.planning.kept import budget_of, check_budget, mode_of
+from ninfer_jax.planning.nearest import nearest, refusal
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import StoredPrograms
 from ninfer_jax.programs.setup import Setup, resolve
@@ -55,10 +60,11 @@ class Engine:
         model_config: ModelConfig,
         notes: tuple[str, ...],
         started_at: int,
+        choice: Choice | None = None,
     ):
         self._runner, self._programs = runner, programs
         self.tokenizer, self.template, self.defaults, self.model_config = tokenizer, template, defaults, model_config
-        self._notes, self._started_at = notes, started_at
+        self._notes, self._started_at, self._choice = notes, started_at, choice
         self._requests: Requests | None = None
 
     @classmethod
@@ -91,16 +97,31 @@ class Engine:
         programs = None if programs is None else directory(programs, "programs", "programs: ")
         model_config = ModelConfig.from_hf(path)
         weights = open_weights(path, verify)
-        if config.mtp and (why := why_no_drafts(path, model_config, weights)):
+        why = why_no_drafts(path, model_config, weights)
+        if config.mtp and why:
             raise ValueError(f"draft is {config.draft}, but {why}")
         words = open_text(path, model_config.vocab_size, config.tokenizer)
         notes = (*config_notes(read_object(path / "config.json")), *words.notes)
 
-        def setup_for(platform: str) -> Setup:
-            return resolve(model_config, words.tokenizer.vocab_size, config, platform, weights.recipe)
+        def chosen(place: Place) -> Choice:
+            return choose(model_config, config, place, weights.recipe, drafts=not why)
 
-        allocator.reserve(lambda: setup_for("cuda"))  # before the next line starts JAX
-        setup = setup_for("cpu" if jax.default_backend() == "cpu" else "cuda")
+        def setup_of(choice: Choice) -> Setup:
+            platform = choice.place.platform
+            return resolve(model_config, words.tokenizer.vocab_size, choice.config, platform, weights.recipe)
+
+        def smaller(more: int = 0) -> list[dict[str, Any]]:
+            return nearest(model_config, config, choice.place, weights.recipe, drafts=not why, need_less=more)
+
+        # Before the next line starts JAX, a card is asked through its driver.
+        choice = allocator.reserve_for(lambda free: chosen(Place("cuda", "the card", free)), setup_of)
+        platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
+        if choice is None or platform == "cpu":
+            device = jax.devices()[0]
+            choice = chosen(Place(platform, device.device_kind, free_bytes(device)))
+        setup = setup_of(choice)
+        if choice.chosen and not choice.fits:
+            raise refusal(choice, smaller(), SMALLER)
         if before is not None:
             before(Requests(words, setup.shape.context, setup.shape.pool_tokens, model_config.vocab_size))
         ready, text = setup.programs(), setup.text_model()
@@ -110,18 +131,23 @@ class Engine:
             check_budget(budget_of(config, host_bytes()), ready.staging_bytes, ready.page_bytes, ready.chunk)
         stored = None if programs is None else StoredPrograms.open(programs, setup, ready)
         free = free_bytes(jax.devices()[0])
-        check_memory(ready, free, stored.workspace_bytes if stored else 0)
+        check_memory(ready, free, stored.workspace_bytes if stored else 0, smaller)
         parameters = weights.parameters(text, lambda done, total: tell("weights", done, total))
         if stored:
             stored.adopt(ready)
         else:
             ready.compile_all(lambda done, total: tell("programs", done, total))
-            check_memory(ready, free, compiled_workspace(ready))
+            check_memory(ready, free, compiled_workspace(ready), smaller)
         runner = Runner(ready, parameters, ready.allocate())
         if kept != "off":
             identity = partial(identity_of, setup, ready, weights, kept)
             runner.prefixes = open_prefixes(runner.pool, config, kept, budget_of(config, host_bytes()), identity)
-        return cls(runner, ready, words.tokenizer, words.template, words.defaults, model_config, notes, started_at)
+        return cls(runner, ready, words.tokenizer, words.template, words.defaults, model_config, notes, started_at, choice)
+
+    @property
+    def choice(self) -> Choice | None:
+        """The configuration that it was loaded in, what of it was left open and chosen, and why."""
+        return self._choice
 
     @property
     def device(self) -> str:
