@@ -61,6 +61,7 @@ CacheBytes = Annotated[int | None, _Option(help="Host memory for them; default: 
 CacheDir = Annotated[Path | None, path_option("Keep prefixes from start to start; made if it is not there.", metavar="DIRECTORY")]
 CacheDirBytes = Annotated[int | None, _Option(help="Bytes of it at most; default: 64 GiB.")]
 NoVerify = Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")]
+NoProgramCache = Annotated[bool, _Option("--no-program-cache", help="Neither use nor keep programs of earlier starts.")]
 NoTokenizer = Annotated[
     bool, _Option("--no-tokenizer", help="Do without a tokenizer: token ids alone, as many as the output head has rows.")
 ]

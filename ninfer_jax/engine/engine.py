@@ -30,6 +30,7 @@ from ninfer_jax.files import directory, read_object
 from ninfer_jax.model_path import model_path
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import StoredPrograms
+from ninfer_jax.programs.kept import KeptPrograms, wanted
 from ninfer_jax.programs.setup import Setup, resolve
 from ninfer_jax.text import ChatTemplate, CheckpointText, GenerationDefaults, Tokenizer, open_text
 from ninfer_jax.text.grammar import Grammars
@@ -73,7 +74,7 @@ class Engine:
         progress: LoadProgress | None = None,
     ) -> Engine:
         """Read a Hugging Face checkpoint directory, an artifact (`ninfer-jax convert`) or "tiny", the bundled model, compile the
-        programs and allocate the state. A CPU maps an artifact's files, which must stay as they are while the engine lives;
+        programs, or load those that an earlier start has kept, and allocate the state. A CPU maps an artifact's files, which must stay as they are while the engine lives;
         without kernels that read them (`kernels="xla"`) its weights are expanded to the numbers they stand for.
 
         programs: a directory that `ninfer-jax compile` wrote for this very configuration and device: its executables are
@@ -81,7 +82,8 @@ class Engine:
         of an artifact's arrays with its manifest; without, damaged numbers go unnoticed. before: called with the
         `Requests` that the engine will take, before weights are read and programs compiled: a prompt that would be refused then
         can be refused now, by what this raises. progress: called with
-        ("weights", bytes done, bytes in all), then ("programs", compiled, in all). ValueError, on one line, for anything in
+        ("weights", bytes done, bytes in all), then ("programs", there, in all), before one that has to be compiled as
+        ("programs: NAME", ...). ValueError, on one line, for anything in
         the directory or the configuration that does not fit, memory included; nothing is ever guessed or made up.
         """
         started_at = compilations()
@@ -111,11 +113,22 @@ class Engine:
         stored = None if programs is None else StoredPrograms.open(programs, setup, ready)
         free = free_bytes(jax.devices()[0])
         check_memory(ready, free, stored.workspace_bytes if stored else 0)
+
+        def compiling(name: str, done: int, total: int) -> None:
+            tell(f"programs: {name}" if name else "programs", done, total)
+
+        earlier = None
+        if stored is None and wanted(config.program_cache):
+            earlier = KeptPrograms(setup, ready, lambda line: tell(f"programs: {line}", 0, len(ready.eager)))
+            earlier.begin()  # beside the reading of the weights
         parameters = weights.parameters(text, lambda done, total: tell("weights", done, total))
         if stored:
             stored.adopt(ready)
+        elif earlier:
+            earlier.finish(compiling)
+            check_memory(ready, free, earlier.workspace_bytes)
         else:
-            ready.compile_all(lambda done, total: tell("programs", done, total))
+            ready.compile_all(compiling)
             check_memory(ready, free, compiled_workspace(ready))
         runner = Runner(ready, parameters, ready.allocate())
         if kept != "off":
