@@ -19,8 +19,8 @@ Load = Callable[[Service, str], Backend]
 
 
 class Replica:
-    """An engine that is loaded, so that whoever starts it may call it ready. name: the same after a restart; the cache on disk is found
-    again by it. load: makes the engine."""
+    """An engine that is loaded, so that whoever starts it may call it ready. name: the same after a restart, so that the cache on
+    disk is found again. load: makes the engine."""
 
     def __init__(self, settings: Settings, load: Load, name: str):
         self.name, self.service = name, Service(settings)

@@ -32,7 +32,7 @@ _MORE = 16  # requests beyond slots and queue that reach an engine, which then r
 
 @dataclass(frozen=True)
 class Fleet:
-    """least, most: replicas; equal ones for a fixed number. slots, queue: of each. card: whether each has one. cores: of a CPU's."""
+    """least, most: replicas; equal for a fixed number. slots, queue: of each. card: whether each has one; cores: of one without."""
 
     least: int
     most: int
