@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +46,12 @@ def serve(
     max_body: Annotated[int, _Option(help="MiB of a request's body at most.")] = 32,
     drain: Annotated[float, _Option(help="Seconds that running answers get after SIGTERM.")] = 30.0,
     queue: Annotated[int, _Option(help="Requests that may wait beside those in slots; more get 429.")] = 64,
+    replicas: Annotated[
+        str | None, _Option(help="Engines, each on a card of its own: a number, a range like 1-4 (by load), or auto (all cards).")
+    ] = None,
+    ray_address: Annotated[
+        str | None, _Option(help="With --replicas: a Ray cluster to use (auto: the one this machine is in).")
+    ] = None,
     context: common.Context = None,
     kv: common.Kv = None,
     draft: common.Draft = 0,
@@ -86,7 +96,13 @@ def serve(
         shapes: dict[str, Any] = {"context": context, "kv": kv, "draft": draft, "drafter": drafter, "slots": slots, "pool": pool}
         shapes |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels, "prefix_cache": prefix_cache}
         shapes |= common.cache_settings(cache_bytes, cache_dir, cache_dir_bytes)
-        _run(console, path, (host, port), settings, shapes, {"programs": programs, "verify": not no_verify}, queue)
+        loading = {"programs": programs, "verify": not no_verify}
+        if replicas is not None:
+            _run_fleet(console, path, (host, port), settings, shapes, loading, queue, replicas, ray_address)
+            return
+        if ray_address is not None:
+            raise ValueError("--ray-address needs --replicas")
+        _run(console, path, (host, port), settings, shapes, loading, queue)
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
@@ -108,13 +124,9 @@ def _run(
     loading: dict[str, Any],
     queue: int,
 ) -> None:
-    try:
+    with _extra_server():
         from ninfer_jax.server import Service, Settings
         from ninfer_jax.server.process import listen, run, url_of
-    except ModuleNotFoundError as error:
-        if (error.name or "ninfer_jax").startswith("ninfer_jax"):
-            raise
-        raise ValueError(f"serve needs the extra `server` ({error.name} is missing): pip install 'ninfer-jax[server]'") from None
     from ninfer_jax.config import EngineConfig
     from ninfer_jax.engine.engine import LoadProgress
 
@@ -128,8 +140,7 @@ def _run(
         def load(progress: LoadProgress) -> AsyncEngine:
             return _load(console, service, path, config, loading | {"progress": progress}, queue)
 
-        if not place[0].startswith(_LOOPBACK) and not settings["api_keys"]:
-            say(f"note: everybody who reaches {place[0]} may use this server; --api-key KEY asks for a key")
+        _tell_open(say, place[0], settings)
         say(f"listening on {url_of(listening)}, loading {path.name}")
         ended = run(service, listening, load, say)
     say("stopped")
@@ -137,6 +148,61 @@ def _run(
         # A thread is in the midst of compiling, which nothing interrupts; there is nothing of it to keep.
         sys.stderr.flush()
         os._exit(0)
+
+
+@contextmanager
+def _extra_server() -> Iterator[None]:
+    """A line that names the extra, for a package of its that is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "ninfer_jax").startswith("ninfer_jax"):
+            raise
+        raise ValueError(f"serve needs the extra `server` ({error.name} is missing): pip install 'ninfer-jax[server]'") from None
+
+
+def _tell_open(say: Callable[[str], None], host: str, settings: dict[str, Any]) -> None:
+    if not host.startswith(_LOOPBACK) and not settings["api_keys"]:
+        say(f"note: everybody who reaches {host} may use this server; --api-key KEY asks for a key")
+
+
+def _run_fleet(
+    console: Console,
+    path: Path,
+    place: tuple[str, int],
+    settings: dict[str, Any],
+    shapes: dict[str, Any],
+    loading: dict[str, Any],
+    queue: int,
+    replicas: str,
+    address: str | None,
+) -> None:
+    with _extra_server():
+        from ninfer_jax.fleet.serve import replicas_of, run
+        from ninfer_jax.server import Settings
+    from ninfer_jax.config import EngineConfig
+
+    wanted = replicas_of(replicas)
+    if not 1 <= place[1] <= 65535:
+        raise ValueError(f"--port is {place[1]}, with --replicas it must be from 1 to 65535")
+
+    def say(line: str) -> None:
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+    _tell_open(say, place[0], settings)
+    # Replicas run in folders of their own.
+    for paths, field in ((shapes, "cache_dir"), (loading, "programs")):
+        if paths.get(field) is not None:
+            paths[field] = paths[field].absolute()
+    load = functools.partial(load_replica, path.absolute(), EngineConfig(**shapes), loading, queue)
+    run(Settings(**settings), load, place, wanted, (shapes["slots"], queue), say, address)
+
+
+def load_replica(path: Path, config: EngineConfig, loading: dict[str, Any], queue: int, service: Service, name: str) -> AsyncEngine:
+    """The engine of one replica, with a cache directory of its own below the one that was given."""
+    if config.cache_dir is not None:
+        config = dataclasses.replace(config, cache_dir=Path(config.cache_dir) / f"replica-{name}")
+    return _load(common.stderr_console(), service, path, config, loading, queue)
 
 
 def _load(console: Console, service: Service, path: Path, config: EngineConfig, loading: dict[str, Any], queue: int) -> AsyncEngine:

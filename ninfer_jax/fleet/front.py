@@ -1,7 +1,7 @@
 """The door of a fleet: reads a request once, finds its conversation, has a replica answer it, and tells of all of them.
 
-A request whose replica dies before it has said anything goes to another: nothing is stored, so asking twice is asking once. One that
-has begun cannot be taken over, because what the client has read may be the answer of no other replica: it ends with an error.
+A request whose replica dies before it has said anything goes to another: nothing is stored, so asking twice is asking once. One
+that has begun cannot be taken over, because what the client has read may be the answer of no other replica: it ends with an error.
 """
 
 from __future__ import annotations

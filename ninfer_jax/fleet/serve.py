@@ -84,6 +84,7 @@ def application(settings: Settings, load: Load, fleet: Fleet, environment: dict[
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=settings.drain_seconds + 60,
         health_check_period_s=2,
+        max_constructor_retry_count=2,
         request_router_config=RequestRouterConfig(
             request_router_class="ninfer_jax.fleet.router.Router", request_routing_stats_period_s=_REPORT_SECONDS
         ),
@@ -182,25 +183,57 @@ def run(
         from ray import serve
     except ModuleNotFoundError as error:
         raise ValueError(f"--replicas needs the extra `ray` ({error.name} is missing): pip install 'ninfer-jax[ray]'") from None
-    stop = threading.Event()
+    stop, ready = threading.Event(), False
+
+    def ended(number: int, frame: Any) -> None:
+        stop.set()
+        if not ready:
+            raise _Stopped
+
+    # The command line's own watch over interrupts would end this process before answers are finished.
+    signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    start(address)
+        signal.signal(number, ended)
     try:
+        start(address)
         have = ray.cluster_resources()
         fleet = planned(wanted, int(have.get("GPU", 0)), int(have.get("CPU", 1)), *shape)
         environment = {} if fleet.card else {"JAX_PLATFORMS": "cpu"}
         say(f"starting {fleet.most} replicas, {'a card each' if fleet.card else f'{fleet.cores:g} cores each'}")
-        serve.start(http_options={"host": place[0], "port": place[1], "keep_alive_timeout_s": 75})
-        serve.run(application(settings, load, fleet, environment), name=APP, route_prefix="/")
+        serve.start(proxy_location="HeadOnly", http_options={"host": place[0], "port": place[1], "keep_alive_timeout_s": 75})
+        _deploy(application(settings, load, fleet, environment))
+        ready = True
         say(f"ready on http://{place[0]}:{place[1]}")
         stop.wait()
         say("stopping; running answers are finished")
+    except _Stopped:
+        pass
     finally:
         with contextlib.suppress(Exception):  # what is left of a cluster that is going down
             serve.shutdown()
         ray.shutdown()
     say("stopped")
+
+
+class _Stopped(BaseException):
+    """A signal before the fleet was ready."""
+
+
+def _deploy(app: Application) -> None:
+    """Runs the application until its replicas are ready; ValueError, one line, for what keeps an engine from loading."""
+    from ray import serve
+
+    try:
+        serve.run(app, name=APP, route_prefix="/")
+    except RuntimeError as error:
+        said = str(error)
+        with contextlib.suppress(Exception):
+            status = serve.status().applications[APP]
+            said = "\n".join([said, status.message, *(one.message for one in status.deployments.values())])
+        causes = re.findall(r"^\s*(?:[\w.]*\b(?:ValueError|FileError|OSError|MemoryError)): (.+)$", said, re.MULTILINE)
+        if not causes:
+            raise
+        raise ValueError(f"a replica could not be loaded: {causes[-1]}") from None
 
 
 def start(address: str | None, cores: int | None = None) -> None:
