@@ -254,6 +254,7 @@ def test_numbers_that_fail_cost_nobody_anything(shared, right, micro_drafting, m
     assert set(micro_drafting.runner.faults) == {"ZeroDivisionError: numbers"}
     micro_drafting.runner.faults.clear()
     assert same(shared.generate(PROMPTS[1], PARAMS[1]), right[1])
+    assert shared.call(lambda engine: 5).result() == 5  # a turn later: the answer is out before its own turn looks
     assert shared.load().numbers["engine_answers"] == 7 and not micro_drafting.runner.faults
 
 
