@@ -66,11 +66,12 @@ def requirements(*extras: str) -> list[Requirement]:
 
 @pytest.mark.parametrize("package", ["pallas_kernels", "ninfer_jax"])
 def test_everything_imported_is_a_dependency(package):
-    """Of the plain installation: whatever an extra brings may be missing, and then an import must not fail. The server's room is
-    entered by one command alone, which says what to install."""
+    """Of the plain installation: whatever an extra brings may be missing, and then an import must not fail. The rooms of the server
+    and the fleet are entered by one command alone, which says what to install."""
     distributions = importlib.metadata.packages_distributions()
     for file in sorted((ROOT / package).rglob("*.py")):
-        extras = ["server"] if file.is_relative_to(ROOT / "ninfer_jax" / "server") else []
+        room = file.relative_to(ROOT).parts[1]
+        extras = {"server": ["server"], "fleet": ["server", "ray"]}.get(room, [])
         allowed = {canonicalize_name(r.name) for r in requirements(*extras)} | {"ninfer-jax"}
         for name in imported(file) - set(sys.stdlib_module_names) - {"pallas_kernels", "ninfer_jax"}:
             provided_by = {canonicalize_name(d) for d in distributions.get(name, [name])}
@@ -107,6 +108,7 @@ def test_extras():
         "aot",
         "triton",
         "server",
+        "ray",
         "test-kernels",
         "test-cards",
         "test",
