@@ -17,7 +17,7 @@ from ninfer_jax.server.metrics import Metrics
 
 T = TypeVar("T")
 # Where clients put the name of a conversation, most specific first: Claude Code, Codex, OpenCode, others.
-SESSION_HEADERS = (
+_SESSION_HEADERS = (
     "x-claude-code-agent-id",
     "x-claude-code-session-id",
     "session_id",
@@ -125,5 +125,5 @@ class Service:
 
 def session_of(headers: dict[str, str], key: str | None) -> str | None:
     """A short name of the conversation that a request belongs to: of its `prompt_cache_key`, else of its client's header."""
-    named = key or next((headers[name] for name in SESSION_HEADERS if headers.get(name)), None)
+    named = key or next((headers[name] for name in _SESSION_HEADERS if headers.get(name)), None)
     return None if named is None else hashlib.blake2b(named.encode("utf-8", "replace"), digest_size=8).hexdigest()
