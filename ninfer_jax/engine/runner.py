@@ -68,7 +68,7 @@ class Runner:
         self.prefixes: Prefixes = prefixes or NoPrefixes()
         self.counts = Counts()
         self.owner: int | None = None
-        self.faults: deque[str] = deque(maxlen=16)  # what the cache of prefixes has raised, a line each, the newest last
+        self.faults: deque[str] = deque(maxlen=16)  # of prefixes' cache and figures: they cost no answer; newest last
         self._scheduler = Scheduler()
         self._flights: list[_Flight] = []  # in the order of the device
         self._ended: list[Sequence] = []  # answers whose slots are still their own
