@@ -55,7 +55,8 @@ def test_looked_up_drafts_are_those_of_a_search(micro_engine, looking_up, k, par
         counts.append((stats.rounds, stats.drafted, stats.accepted))
         assert counts[-1] == walked(prompt, answer.tokens, k, SHORTEST, LONGEST)
     rounds, drafted, accepted = (sum(each) for each in zip(*counts, strict=True))
-    assert 0 < accepted < drafted < k * rounds
+    assert 0 < accepted <= drafted < k * rounds
+    assert k < 3 or accepted < drafted  # one or two of a greedy answer that repeats itself may all be right
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
