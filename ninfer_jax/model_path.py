@@ -8,6 +8,15 @@ from pathlib import Path
 from ninfer_jax.files import FileError, directory, head_of, kind_of, looks_like, missing, new_directory, shown, user_path
 
 TINY = "tiny"
+# What lies beside the weights of a checkpoint and goes with them, where it exists.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 _PACKAGE = Path(__file__).resolve().parent
 
 

@@ -15,7 +15,7 @@ from rich.table import Column
 from ninfer_jax.cli import common
 from ninfer_jax.config import MAX_DRAFT, MAX_SLOTS, EngineConfig
 from ninfer_jax.files import new_directory, new_file
-from ninfer_jax.model_path import model_path
+from ninfer_jax.models import checked, short_name
 
 if TYPE_CHECKING:
     from ninfer_jax.bench.results import Row
@@ -64,11 +64,12 @@ def bench(
         given = {"prompt": prompt, "gen": gen, "depth": depth, "draft": draft, "slots": slots}
         lists: dict[str, list] = {name: _integers(name, text) for name, text in given.items()}
         lists["context"] = [None] if context is None else _integers("context", context)
-        path, files = model_path(model), _Files(json_file, resume, csv_file, plot, compare)
+        checked(model)
+        files = _Files(json_file, resume, csv_file, plot, compare)
         shapes = {"warmup": warmup, "repeats": repeats, "prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
         EngineConfig(draft=max(lists["draft"]), drafter=drafter)  # a mistake should not wait for the corpus
         shapes["drafter"] = drafter
-        _run(console, path, lists, kv, shapes, corpus, files, not no_verify)
+        _run(console, model, lists, kv, shapes, corpus, files, not no_verify)
 
 
 class _Files:
@@ -89,7 +90,7 @@ class _Files:
 
 def _run(
     console: Console,
-    path: Path,
+    model: str,
     lists: dict[str, list],
     kv: str | None,
     shapes: dict,
@@ -105,11 +106,14 @@ def _run(
     from ninfer_jax.bench.run import Bench, Settings, tokens_needed
     from ninfer_jax.config import ModelConfig
     from ninfer_jax.engine import Engine, allocator
+    from ninfer_jax.engine.prepared import prepared
     from ninfer_jax.programs.plan import page_bytes
     from ninfer_jax.programs.setup import resolve
     from ninfer_jax.text import Tokenizer
 
     engine = EngineConfig(**{field: shapes[field] for field in ("prefill_chunk", "dtype", "kernels")})
+    with common.stages(console) as show:
+        path = prepared(model, say=common.teller(console), tell=show)
     geometry, tokenizer = ModelConfig.from_hf(path), Tokenizer.from_dir(path)
     allocator.reserve(None)  # before the next line starts JAX: engines of several sizes follow one another
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
@@ -129,7 +133,7 @@ def _run(
         chunk=setup.chunk,
     )
     groups = matrix.by_engine(wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * group.capacity * group.slots)
-    settings = Settings(path.resolve().name, device.fingerprint(path), "", **shapes)
+    settings = Settings(short_name(model), device.fingerprint(path), "", **shapes)
     old = read_rows(files.compare) if files.compare else []
     results = Results(files.json, read_rows(files.json) if files.json and files.resume and files.json.exists() else ())
 

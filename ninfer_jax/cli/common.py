@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ninfer_jax.cli.entry import INTERRUPTED
 from ninfer_jax.config import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PRESETS, RECIPES
@@ -43,7 +44,12 @@ def path_option(help: str, *names: str, metavar: str = "FILE") -> typer.models.O
     return _Option(*names, help=help, metavar=metavar, parser=a_path)
 
 
-Model = Annotated[str, typer.Argument(help=f"A model directory, or `{TINY}` for the bundled model.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help=f"A directory, a GGUF file, a Hub id (org/name, org/name@revision, org/name:FILE.gguf), or `{TINY}`, the bundled model."
+    ),
+]
 Context = Annotated[int | None, _Option(help=f"Capacity of a slot in tokens; default: the model's own, up to {MAX_CONTEXT}.")]
 Kv = Annotated[str | None, _Option(help=f"KV format: {KV_FORMATS}.")]
 Draft = Annotated[int, _Option(help=f"K, tokens that are drafted a round, 0 to {MAX_DRAFT}.")]
@@ -60,6 +66,12 @@ PrefixCache = Annotated[str, _Option(help=f"Whether prefilled prefixes are kept:
 CacheBytes = Annotated[int | None, _Option(help="Host memory for them; default: a quarter of what is free, at most 8 GiB.")]
 CacheDir = Annotated[Path | None, path_option("Keep prefixes from start to start; made if it is not there.", metavar="DIRECTORY")]
 CacheDirBytes = Annotated[int | None, _Option(help="Bytes of it at most; default: 64 GiB.")]
+Converted = Annotated[
+    str | None,
+    _Option(
+        "--recipe", help=f"Convert a checkpoint once, and keep that: {RECIPE_NAMES}, or none; default: q4 on a card, none on a CPU."
+    ),
+]
 NoVerify = Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")]
 NoTokenizer = Annotated[
     bool, _Option("--no-tokenizer", help="Do without a tokenizer: token ids alone, as many as the output head has rows.")
@@ -99,6 +111,27 @@ def one_line_errors(console: Console, interrupted: str = "", also: tuple[type[Ex
 def tell_error(console: Console, message: str) -> None:
     """One line: `error: ...`."""
     console.print(f"error: {printable(message)}", style="bold red", markup=False, soft_wrap=True)
+
+
+def teller(console: Console) -> Callable[[str], None]:
+    """Says lines, of what is fetched and converted, to the console."""
+    return lambda line: console.print(printable(line), style="dim", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar for each stage that is told of, (stage, bytes done, bytes in all). They vanish when done, and do not show where
+    stderr is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(f"{stage:10s}", total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield show
 
 
 def tell_notes(console: Console, notes: tuple[str, ...] | list[str]) -> None:

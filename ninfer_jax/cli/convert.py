@@ -8,18 +8,18 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ninfer_jax.cli import common
 from ninfer_jax.config import Recipe
 from ninfer_jax.config import recipe as recipe_called
 from ninfer_jax.files import read_text, regular_file
-from ninfer_jax.model_path import TINY, destination_path, source_path
+from ninfer_jax.model_path import TINY, destination_path
+from ninfer_jax.models import source_of
 
 
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help=f"A checkpoint directory (plain or quantised), a GGUF file, or `{TINY}`.")
+        str, typer.Argument(metavar="SRC", help=f"A checkpoint directory (plain or quantised), a GGUF file, a Hub id, or `{TINY}`.")
     ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="The artifact's directory: empty, not there, or interrupted.")],
     recipe: Annotated[str, typer.Option(help=f"Formats of the weights: {common.RECIPE_NAMES}.")] = "q4",
@@ -37,11 +37,13 @@ def convert(
     with common.one_line_errors(console, interrupted="interrupted; the same command goes on from here"):
         if bool(draft_head) != (draft_text is not None):
             raise ValueError("--draft-head N and --draft-text FILE go together: the rows are picked by the text's tokens")
-        found, place = source_path(source), destination_path(destination, "DST", "DST ")
+        place = destination_path(destination, "DST", "DST ")
         if mtp is not None:
             regular_file(mtp, label="--mtp ")
         chosen = recipe_called(recipe)
         options = {"draft_head": draft_head, "draft_text": read_text(draft_text, label="--draft-text ") if draft_text else ""}
+        with common.stages(console) as show:
+            found = source_of(source, common.teller(console), show)
         _run(console, found, place, chosen, options | {"tokenizer": None if no_tokenizer else "auto", "mtp": mtp})
 
 
@@ -54,15 +56,7 @@ def _run(console: Console, source: Path, destination: Path, recipe: Recipe, opti
     # Where a write fails, Orbax's other writers complain that nobody waits for them any more; the error itself is raised.
     sys.unraisablehook = lambda unraisable: None
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(f"{stage:8s}", total=total)
-            bar.update(tasks[stage], completed=done)
-
+    with common.stages(console) as show:
         artifact = run(source, destination, recipe, **options, progress=show)
     common.tell_notes(console, artifact.manifest["notes"])
     about = artifact.manifest["source"]["format"]

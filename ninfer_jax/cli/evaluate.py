@@ -21,7 +21,7 @@ from ninfer_jax.cli import common
 from ninfer_jax.config import EngineConfig
 from ninfer_jax.config.engine import DRAFTERS
 from ninfer_jax.files import new_directory, new_file, read_text
-from ninfer_jax.model_path import model_path
+from ninfer_jax.models import checked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,16 +105,16 @@ def evaluate(
     with common.one_line_errors(console):
         options = _options(measure.value, given)
         formats: list[str | None] = [name.strip() for name in kv.split(",")] if kv else [None]
-        path = model_path(model)
+        checked(model)
         if against:
-            model_path(against)  # a mistake should not wait for an engine
+            checked(against)  # a mistake should not wait for an engine
         if as_json is not None:
             new_file(as_json, label="--json ")
         if plot is not None:
             new_directory(plot, label="--plot ")
         content = read_text(text, label="--text ")
         shapes = {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
-        job = Job(console, path, content, formats, shapes, not no_verify)
+        job = Job(console, _ready(console, model), content, formats, shapes, not no_verify)
         rows = MEASURES[measure.value](job, options, plot)
         about = {
             "measure": measure.value,
@@ -128,6 +128,14 @@ def evaluate(
         if as_json:
             as_json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     _show(Console(highlight=False), f"{model}, {measure.value} on {text.name} ({job.device})", rows, SHOWN[measure.value])
+
+
+def _ready(console: Console, model: str, recipe: str | None = None) -> Path:
+    """The directory to load for MODEL, which is fetched and converted if need be."""
+    from ninfer_jax.engine.prepared import prepared
+
+    with common.stages(console) as show:
+        return prepared(model, recipe, say=common.teller(console), tell=show)
 
 
 def _options(measure: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +246,7 @@ def _kld(job: Job, options: dict[str, Any], plot: Path | None) -> list[dict]:
         with job.progress(f"decode steps, kv {kv}{f' of {path}' if path else ''}") as tell:
             return ids, divergence.decode_logprobs(engine, ids, depths, tokens, tell)
 
-    ids, expected = distributions(options["reference"], model_path(against) if against else None)
+    ids, expected = distributions(options["reference"], _ready(job.console, against, "none") if against else None)
     results = []
     for kv in others:
         own_ids, found = distributions(kv)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 
 from ninfer_jax.cli import common
 from ninfer_jax.files import chunks_of, decoded, directory, lone_surrogate, read_json
-from ninfer_jax.model_path import model_path
+from ninfer_jax.models import checked, short_name
 
 if TYPE_CHECKING:
     from ninfer_jax.engine import Completion, Engine
@@ -57,6 +57,7 @@ def generate(
         Path | None,
         common.path_option("Executables from `ninfer-jax compile`; only from a directory you trust.", metavar="DIRECTORY"),
     ] = None,
+    recipe: common.Converted = None,
     no_verify: common.NoVerify = False,
     no_tokenizer: common.NoTokenizer = False,
     seed: Annotated[int | None, _Option(help="Same seed, same answer.")] = None,
@@ -66,7 +67,7 @@ def generate(
     """Complete a prompt, or answer messages."""
     console = common.stderr_console()
     with common.one_line_errors(console):
-        path = model_path(model)
+        checked(model)  # a mistake should not wait for JAX
         if programs is not None:
             directory(programs, label="--programs ")
         given = _input(source, prompt, messages, tokens)
@@ -101,13 +102,13 @@ def generate(
             raise ValueError("--session needs the prefix cache, --prefix-cache is off: leave one of them out")
         options = {"enable_thinking": False} if no_thinking else {}
         given_sampling = {name: value for name, value in sampling.items() if value is not None}
-        loading = {"programs": programs, "verify": not no_verify}
-        _run(console, path, given, as_json, options, given_sampling, shapes, loading, session)
+        loading = {"programs": programs, "verify": not no_verify, "recipe": recipe}
+        _run(console, model, given, as_json, options, given_sampling, shapes, loading, session)
 
 
 def _run(
     console: Console,
-    path: Path,
+    model: str,
     given: str | list,
     as_json: bool,
     options: dict[str, Any],
@@ -130,12 +131,12 @@ def _run(
         requests.sequence(whole, requests.default_params(**sampling), options)
 
     talk = None if session is None else Session(session)
-    engine = _load(console, path, config, loading | {"before": refuse})
+    engine = _load(console, model, config, loading | {"before": refuse})
     if talk is not None:
         talk.open(engine)
         given = talk.with_more(given, engine.requests)
     params = engine.default_params(**sampling)
-    completion = _answer(console, engine, given, params, options, _header(path.name, engine), quiet=as_json)
+    completion = _answer(console, engine, given, params, options, _header(short_name(model), engine), quiet=as_json)
     if as_json:
         print(json.dumps(_as_json(engine, completion), ensure_ascii=False))
     else:
@@ -173,7 +174,7 @@ def _ids(text: str) -> list[int]:
         raise ValueError("--tokens: give token ids by commas, for instance 1,2,3") from None
 
 
-def _load(console: Console, path: Path, config: Any, loading: dict[str, Any]) -> Engine:
+def _load(console: Console, model: str, config: Any, loading: dict[str, Any]) -> Engine:
     from ninfer_jax.engine import Engine
 
     with _bar(console, TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()) as bar:
@@ -182,9 +183,9 @@ def _load(console: Console, path: Path, config: Any, loading: dict[str, Any]) ->
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = bar.add_task(f"{stage:10s}", total=total)
-            bar.update(tasks[stage], completed=done)
+            bar.update(tasks[stage], completed=done, total=total)
 
-        return Engine.load(path, config, **loading, progress=show)
+        return Engine.load(model, config, **loading, progress=show, say=common.teller(console))
 
 
 def _header(name: str, engine: Engine) -> str:

@@ -12,6 +12,7 @@ from ninfer_jax.cli.convert import convert
 from ninfer_jax.cli.evaluate import evaluate
 from ninfer_jax.cli.generate import generate
 from ninfer_jax.cli.launch import launch
+from ninfer_jax.cli.models import models
 from ninfer_jax.cli.one_line import OneLineErrors
 from ninfer_jax.cli.plan import compile_programs, plan
 from ninfer_jax.cli.serve import serve
@@ -48,6 +49,7 @@ app.command()(plan)
 app.command("compile")(compile_programs)
 app.command()(bench)
 app.command("eval")(evaluate)
+app.add_typer(models, name="models")
 
 if __name__ == "__main__":
     from ninfer_jax.cli.entry import main

@@ -15,7 +15,6 @@ from rich.table import Table
 from ninfer_jax.cli import common
 from ninfer_jax.config import PAGE
 from ninfer_jax.files import new_directory, new_file
-from ninfer_jax.model_path import TINY
 
 if TYPE_CHECKING:
     from ninfer_jax.programs.card import Compilation
@@ -25,7 +24,12 @@ if TYPE_CHECKING:
 _Option = typer.Option
 OVER_BUDGET = 3
 
-Model = Annotated[str, typer.Argument(metavar="MODEL|PRESET", help=f"A model directory, `{TINY}`, or {common.PRESET_NAMES}.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|PRESET", help=f"A model (see `generate`), of which config and tokenizer do, or {common.PRESET_NAMES}."
+    ),
+]
 Recipe = Annotated[str | None, _Option(help=f"Formats of the weights: {common.RECIPE_NAMES}; default: as the model has them.")]
 
 
@@ -143,18 +147,19 @@ def _setup(model: str, recipe: str | None, target: str, shapes: dict[str, Any]) 
     from ninfer_jax import config
     from ninfer_jax.checkpoints import Artifact, is_artifact
     from ninfer_jax.engine.weights_in import stored_recipe
-    from ninfer_jax.programs.setup import model_of, resolve
+    from ninfer_jax.programs.setup import model_of, resolve, shapes_in
     from pallas_kernels import targets
 
     engine = config.EngineConfig(**shapes)
     if target != "cpu":
         targets.get(target)
-    geometry, named = model_of(model, engine.tokenizer)
+    place = shapes_in(model)
+    geometry, named = model_of(place, engine.tokenizer)
     chosen = config.recipe(recipe) if recipe else None
-    if is_artifact(model):
+    if isinstance(place, Path) and is_artifact(place):
         if recipe:
             raise ValueError(f"--recipe {recipe}: {model} is an artifact, its weights have formats of their own")
-        chosen = stored_recipe(Artifact.open(model))
+        chosen = stored_recipe(Artifact.open(place))
     setup = resolve(geometry, named, engine, "cpu" if target == "cpu" else "cuda", chosen)
     if recipe and setup.recipe is None:
         raise ValueError(f"--recipe {recipe}: XLA's operations on a CPU have their weights expanded to --dtype; leave it out")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ninfer_jax.cli import common
 from ninfer_jax.files import directory, printable, read_text
-from ninfer_jax.model_path import model_path
+from ninfer_jax.models import HubName, checked, short_name
 
 if TYPE_CHECKING:
     from ninfer_jax.config import EngineConfig
@@ -32,7 +32,9 @@ def serve(
         _Option(envvar="NINFER_API_KEY", help="A key that requests must have; may be given several times.", show_default=False),
     ] = None,
     api_key_file: Annotated[Path | None, common.path_option("Keys, one a line.")] = None,
-    name: Annotated[str | None, _Option(help="The model's name in requests; default: its directory's.")] = None,
+    name: Annotated[
+        str | None, _Option(help="The model's name in requests; default: its own, that of its directory, file or repository.")
+    ] = None,
     alias: Annotated[list[str] | None, _Option(help="Another name that requests may use; '*' allows any.")] = None,
     lenient: Annotated[bool, _Option("--lenient", help="Ignore fields that are not known, instead of refusing them.")] = False,
     cors: Annotated[list[str] | None, _Option(help="An origin whose pages may call, like https://chat.example; '*': any.")] = None,
@@ -59,12 +61,13 @@ def serve(
         Path | None,
         common.path_option("Executables from `ninfer-jax compile`; only from a directory you trust.", metavar="DIRECTORY"),
     ] = None,
+    recipe: common.Converted = None,
     no_verify: common.NoVerify = False,
 ) -> None:
     """Serve a model over HTTP until SIGTERM: /v1/chat/completions, /v1/responses, /v1/messages, a page at /, and more."""
     console = common.stderr_console()
     with common.one_line_errors(console):
-        path = model_path(model)
+        place, called = checked(model), short_name(model)
         if programs is not None:
             directory(programs, label="--programs ")
         if max_body < 1:
@@ -74,8 +77,8 @@ def serve(
         if not 0 <= queue <= 10_000:
             raise ValueError(f"--queue is {queue}, it must be from 0 to 10000")
         settings: dict[str, Any] = {
-            "model_id": printable(name if name is not None else path.resolve().name),
-            "aliases": tuple(alias or ()),
+            "model_id": printable(name if name is not None else called),
+            "aliases": (*(alias or ()), *([str(place)] if isinstance(place, HubName) and name is None else [])),
             "api_keys": _keys(api_key or [], api_key_file),
             "lenient": lenient,
             "cors": tuple(cors or ()),
@@ -86,7 +89,8 @@ def serve(
         shapes: dict[str, Any] = {"context": context, "kv": kv, "draft": draft, "drafter": drafter, "slots": slots, "pool": pool}
         shapes |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels, "prefix_cache": prefix_cache}
         shapes |= common.cache_settings(cache_bytes, cache_dir, cache_dir_bytes)
-        _run(console, path, (host, port), settings, shapes, {"programs": programs, "verify": not no_verify}, queue)
+        loading = {"programs": programs, "verify": not no_verify, "recipe": recipe}
+        _run(console, model, (host, port), settings, shapes, loading, queue)
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
@@ -101,7 +105,7 @@ def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
 
 def _run(
     console: Console,
-    path: Path,
+    model: str,
     place: tuple[str, int],
     settings: dict[str, Any],
     shapes: dict[str, Any],
@@ -126,11 +130,11 @@ def _run(
             console.print(line, style="dim", markup=False, soft_wrap=True)
 
         def load(progress: LoadProgress) -> AsyncEngine:
-            return _load(console, service, path, config, loading | {"progress": progress}, queue)
+            return _load(console, service, model, config, loading | {"progress": progress}, queue)
 
         if not place[0].startswith(_LOOPBACK) and not settings["api_keys"]:
             say(f"note: everybody who reaches {place[0]} may use this server; --api-key KEY asks for a key")
-        say(f"listening on {url_of(listening)}, loading {path.name}")
+        say(f"listening on {url_of(listening)}, loading {short_name(model)}")
         ended = run(service, listening, load, say)
     say("stopped")
     if ended.loading:
@@ -139,18 +143,18 @@ def _run(
         os._exit(0)
 
 
-def _load(console: Console, service: Service, path: Path, config: EngineConfig, loading: dict[str, Any], queue: int) -> AsyncEngine:
+def _load(console: Console, service: Service, model: str, config: EngineConfig, loading: dict[str, Any], queue: int) -> AsyncEngine:
     import jax
 
     from ninfer_jax.bench.device import energy_meter
     from ninfer_jax.engine import AsyncEngine
 
-    engine = AsyncEngine.open(path, config, queue=queue, **loading)
+    engine = AsyncEngine.open(model, config, queue=queue, say=common.teller(console), **loading)
     common.tell_notes(console, engine.notes)
     service.memory, service.joules = engine.call(_memory).result(), energy_meter(jax.devices()[0])
     about = engine.describe()
     words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items() if name != "device")
-    console.print(f"{path.name} on {about['device']}: {words}", style="dim", markup=False, soft_wrap=True)
+    console.print(f"{short_name(model)} on {about['device']}: {words}", style="dim", markup=False, soft_wrap=True)
     return engine
 
 

@@ -2,7 +2,7 @@
 
 from ninfer_jax.config.engine import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PAGE, EngineConfig
 from ninfer_jax.config.model import FULL, LINEAR, ModelConfig, config_notes
-from ninfer_jax.config.presets import PRESETS, preset
+from ninfer_jax.config.presets import PRESETS, preset, preset_called
 from ninfer_jax.config.recipe import RECIPES, Recipe, WeightFormat, recipe
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "WeightFormat",
     "config_notes",
     "preset",
+    "preset_called",
     "recipe",
 ]

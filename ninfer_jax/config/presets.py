@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from ninfer_jax.config.model import FULL, LINEAR, ModelConfig
@@ -34,8 +35,14 @@ NAMED_IDS = 248_077
 PRESETS: dict[str, ModelConfig] = {"qwen3_6_27b": _QWEN_27B, "qwen3_8_27b": replace(_QWEN_27B)}
 
 
+def preset_called(text: str) -> str | None:
+    """The name of the preset that is meant by `text`, whatever its case, dots, dashes and underscores; None for none."""
+    found = re.sub(r"[._ -]", "_", text.casefold())
+    return found if found in PRESETS else None
+
+
 def preset(name: str) -> ModelConfig:
-    """The geometry called `name`; ValueError lists the known names."""
-    if name not in PRESETS:
+    """The geometry called `name` in any spelling; ValueError lists the known names."""
+    if (found := preset_called(name)) is None:
         raise ValueError(f"preset {name!r} is unknown, known are {', '.join(PRESETS)}")
-    return PRESETS[name]
+    return PRESETS[found]

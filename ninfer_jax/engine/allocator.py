@@ -48,7 +48,7 @@ def reserve(plan: Callable[[], Setup] | None, environment: MutableMapping[str, s
     Nothing happens where there is no NVIDIA driver, where JAX is told to leave GPUs alone, or where the environment says
     already how much to take.
     """
-    if any(name in environment for name in CHOSEN) or not _gpu_wanted(environment):
+    if any(name in environment for name in CHOSEN) or not gpu_wanted(environment):
         return
     card = card_memory()
     if card is not None:
@@ -67,6 +67,7 @@ def limit_hint(need: int, limit: int) -> str:
     )
 
 
-def _gpu_wanted(environment: Mapping[str, str]) -> bool:
+def gpu_wanted(environment: Mapping[str, str]) -> bool:
+    """Whether JAX may take a GPU, by what it is told."""
     platforms = jax.config.values["jax_platforms"] or environment.get("JAX_PLATFORMS") or "cuda"
     return not {"cuda", "gpu"}.isdisjoint(platforms.split(","))

@@ -121,12 +121,12 @@ class AsyncEngine:
         atexit.register(self.close)  # a thread inside JAX would crash an interpreter that ends
 
     @classmethod
-    def open(cls, path: str | Path, config: EngineConfig | None = None, *, queue: int = 64, **options: Any) -> AsyncEngine:
-        """The engine of a model directory, with a prefix cache unless `config` says otherwise; options: of `Engine.load`, which
+    def open(cls, model: str | Path, config: EngineConfig | None = None, *, queue: int = 64, **options: Any) -> AsyncEngine:
+        """The engine of a model, named as for `Engine.load`, with a prefix cache unless `config` says otherwise; options: of `Engine.load`, which
         says what is refused."""
         config = config or EngineConfig()
         config = dataclasses.replace(config, prefix_cache=mode_of(config, many=True))
-        return cls(Engine.load(path, config, **options), queue=queue)
+        return cls(Engine.load(model, config, **options), queue=queue)
 
     @property
     def text(self) -> CheckpointText:

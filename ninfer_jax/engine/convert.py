@@ -13,10 +13,11 @@ from ninfer_jax.checkpoints.sources import Source, open_source
 from ninfer_jax.config import ModelConfig, Recipe, config_notes
 from ninfer_jax.config import recipe as recipe_called
 from ninfer_jax.engine.draft_head import DRAFT_IDS, pick_ids, with_draft_head
-from ninfer_jax.files import parse_json, regular_file
+from ninfer_jax.files import regular_file
 from ninfer_jax.model import TextModel, parameters_of
-from ninfer_jax.model_path import destination_path, source_path
-from ninfer_jax.text import Tokenizer
+from ninfer_jax.model_path import destination_path
+from ninfer_jax.models import Say, printed, source_of
+from ninfer_jax.text.source_text import tokenizer_in
 
 
 def convert(
@@ -29,21 +30,23 @@ def convert(
     tokenizer: str | None = "auto",
     mtp: str | Path | None = None,
     progress: Progress | None = None,
+    say: Say = printed,
 ) -> Artifact:
-    """Quantise the checkpoint `source` by a recipe into the artifact directory `destination`; an interrupted conversion
+    """Quantise the checkpoint `source` (a directory, a file, a Hub id) by a recipe into the artifact directory `destination`; an interrupted conversion
     goes on where it was. draft_head: rows of the reduced head that drafts choose from on a GPU (0: none), picked by how often
     `draft_text` uses their tokens. tokenizer: "auto" for that of the source, None where it has none and token ids alone are to
     go in and out. mtp: a safetensors file with the MTP layer of a source that has none of its own. progress: called with
-    (stage, bytes done, bytes in all).
+    (stage, bytes done, bytes in all). say: as for `Engine.load`.
 
     ValueError, one line: a source or a recipe that does not fit, and what `ninfer_jax.checkpoints.convert.write_artifact` refuses.
     """
     wanted = recipe_called(recipe) if isinstance(recipe, str) else recipe
-    source, destination = source_path(source), destination_path(destination)
+    destination = destination_path(destination)
+    source = source_of(source, say, progress or (lambda stage, done, total: None))
     mtp = None if mtp is None else regular_file(mtp, "mtp", "mtp: ")
     found, ids = with_mtp_count(open_source(source, mtp), given=mtp is not None), None
     if draft_head:
-        ids = pick_ids(_tokenizer(found), draft_text, draft_head)
+        ids = pick_ids(tokenizer_in(found), draft_text, draft_head)
         found, wanted = with_draft_head(found, ids), dataclasses.replace(wanted, draft_head=draft_head)
     planned = plan(found, wanted, tokenizer)
     if ids is not None:
@@ -89,20 +92,6 @@ def plan(source: Source, recipe: Recipe, tokenizer: str | None = "auto") -> Plan
 
 
 def _check_tokenizer(source: Source, config: ModelConfig) -> None:
-    ids = _tokenizer(source).vocab_size
+    ids = tokenizer_in(source).vocab_size
     if ids > config.vocab_size:
         raise ValueError(f"{source.path}: tokenizer.json has {ids} ids, the model a vocab_size of {config.vocab_size}")
-
-
-def _tokenizer(source: Source) -> Tokenizer:
-    if "tokenizer.json" not in source.companions:
-        raise ValueError(
-            f"{source.path}: no tokenizer.json beside the weights; a checkpoint needs this file, but for token ids alone "
-            "(tokenizer=None, --no-tokenizer)"
-        )
-    folder = source.path if source.path.is_dir() else source.path.parent
-    names = [name for name in ("tokenizer.json", "tokenizer_config.json") if name in source.companions]
-    files = [parse_json(source.companions[name], str(folder / name)) for name in names]
-    if not all(isinstance(content, dict) for content in files):
-        raise ValueError(f"{folder}: {' and '.join(names)} must be JSON objects")
-    return Tokenizer(files[0], str(folder / "tokenizer.json"), *files[1:], model_type=source.config.get("model_type"))

@@ -21,13 +21,13 @@ from ninfer_jax.engine.identity import identity_of
 from ninfer_jax.engine.kept_prefixes import KeptPrefixes
 from ninfer_jax.engine.memory import check_memory, compiled_workspace, free_bytes, host_bytes
 from ninfer_jax.engine.prefix_settings import budget_of, check_budget, mode_of, open_prefixes
+from ninfer_jax.engine.prepared import prepared
 from ninfer_jax.engine.requests import Prompt, Requests
 from ninfer_jax.engine.results import Completion, Delta
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.weights_in import open_weights, why_no_drafts
 from ninfer_jax.files import directory, read_object
-from ninfer_jax.model_path import model_path
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import StoredPrograms
 from ninfer_jax.programs.setup import Setup, resolve
@@ -64,30 +64,36 @@ class Engine:
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        model: str | Path,
         config: EngineConfig | None = None,
         *,
+        recipe: str | None = None,
         programs: str | Path | None = None,
         verify: bool = True,
         before: Callable[[Requests], object] | None = None,
         progress: LoadProgress | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> Engine:
-        """Read a Hugging Face checkpoint directory, an artifact (`ninfer-jax convert`) or "tiny", the bundled model, compile the
-        programs and allocate the state. A CPU maps an artifact's files, which must stay as they are while the engine lives;
+        """Read a model, compile the programs and allocate the state. model: a directory with a Hugging Face checkpoint or an artifact
+        (`ninfer-jax convert`), a GGUF file, a Hub id ("org/name", "org/name@revision", "org/name:FILE.gguf"), which is fetched
+        once, or "tiny", the bundled one (docs/models.md). A CPU maps an artifact's files, which must stay as they are while the engine lives;
         without kernels that read them (`kernels="xla"`) its weights are expanded to the numbers they stand for.
 
-        programs: a directory that `ninfer-jax compile` wrote for this very configuration and device: its executables are
+        recipe: by which a checkpoint is converted, once, into the user's cache directory; by default a card takes "q4", a CPU the
+        checkpoint as it is, and "none" is that. programs: a directory that `ninfer-jax compile` wrote for this very configuration and device: its executables are
         loaded (they are pickles: name only a directory you trust) and nothing is traced or compiled. verify: compare the SHA-256
         of an artifact's arrays with its manifest; without, damaged numbers go unnoticed. before: called with the
         `Requests` that the engine will take, before weights are read and programs compiled: a prompt that would be refused then
         can be refused now, by what this raises. progress: called with
-        ("weights", bytes done, bytes in all), then ("programs", compiled, in all). ValueError, on one line, for anything in
+        ("weights", bytes done, bytes in all), then ("programs", compiled, in all), and before these "download", "reading",
+        "converting" and "verifying" where there is something to do. say: told in a line what is fetched or converted, before it
+        is; stderr by default. ValueError, on one line, for anything in
         the directory or the configuration that does not fit, memory included; nothing is ever guessed or made up.
         """
         started_at = compilations()
         config = config or EngineConfig()
         tell = progress or (lambda stage, done, total: None)
-        path = model_path(path)
+        path = prepared(model, recipe, tokenizer=config.tokenizer, say=say, tell=tell)
         programs = None if programs is None else directory(programs, "programs", "programs: ")
         model_config = ModelConfig.from_hf(path)
         weights = open_weights(path, verify)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ninfer_jax.checkpoints.sources import open_source
 from ninfer_jax.config import PRESETS, EngineConfig, ModelConfig, Recipe, preset
 from ninfer_jax.config.presets import NAMED_IDS
 from ninfer_jax.files import FileError
 from ninfer_jax.model import TextModel
-from ninfer_jax.model_path import model_path
+from ninfer_jax.models import Preset, Say, Tell, for_shapes, printed
 from ninfer_jax.programs.programs import Programs
 from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
+from ninfer_jax.text.source_text import tokenizer_in
 from pallas_kernels import cpu
 from pallas_kernels.kv_codecs import check_format
 
@@ -111,16 +114,27 @@ def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: 
     return Setup(model, shape, chunk, valid_ids, platform, recipe, kernels)
 
 
-def model_of(name: str, tokenizer: str | None = "auto") -> tuple[ModelConfig, int]:
-    """Geometry and the number of token ids, of a preset or of a model directory. tokenizer: "auto" counts the ids that the
-    tokenizer names, None the rows of the output head. ValueError for neither a preset nor a model."""
-    if name in PRESETS:
-        model, ids = preset(name), NAMED_IDS
+def shapes_in(name: str, say: Say = printed, tell: Tell = lambda stage, done, total: None) -> Path | Preset:
+    """The place of a model's config and tokenizer, or a preset; of a Hub id these files are fetched and no weights. ValueError for
+    neither."""
+    try:
+        return for_shapes(name, say, tell)
+    except FileError as error:
+        raise ValueError(f"{error}; presets: {', '.join(PRESETS)}") from None
+
+
+def model_of(name: str | Path | Preset, tokenizer: str | None = "auto") -> tuple[ModelConfig, int]:
+    """Geometry and the number of token ids of a model, by its name or by what `shapes_in` found. tokenizer: "auto" counts the ids that the tokenizer names,
+    None the rows of the output head. ValueError for neither a preset nor a model."""
+    place = shapes_in(name) if isinstance(name, str) else name
+    ids = None
+    if isinstance(place, Preset):
+        model, ids = preset(place.name), NAMED_IDS
+    elif place.is_file() or not (any(place.glob("*.safetensors")) or (place / "config.json").is_file()):
+        source = open_source(place)
+        model = ModelConfig.from_hf(source.config, source.tensors)
+        ids = None if tokenizer is None else tokenizer_in(source).vocab_size
     else:
-        try:
-            path = model_path(name)
-        except FileError as error:
-            raise ValueError(f"{error}; presets: {', '.join(PRESETS)}") from None
-        model = ModelConfig.from_hf(path)
-        ids = None if tokenizer is None else Tokenizer.from_dir(path).vocab_size
+        model = ModelConfig.from_hf(place)
+        ids = None if tokenizer is None else Tokenizer.from_dir(place).vocab_size
     return model, model.vocab_size if tokenizer is None or ids is None else ids

@@ -18,18 +18,10 @@ from ninfer_jax.checkpoints.sources.mlx import refuse_mlx
 from ninfer_jax.checkpoints.sources.plain import plain_tensors
 from ninfer_jax.checkpoints.sources.source import IntegerCodes, Source, SourceTensor
 from ninfer_jax.files import head_of
+from ninfer_jax.model_path import COMPANIONS
 
 __all__ = ["COMPANIONS", "Source", "SourceTensor", "open_source"]
 
-# Copied beside the weights as they are, where they exist.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
 _GPTQ = ("gptq", "auto-round", "autoround", "auto_round", "intel/auto-round")
 # Fields beside a quantised weight that give its format away where the config says nothing.
 _TRACES = {

@@ -1,0 +1,92 @@
+"""MODEL made ready for an engine: found or fetched, and converted once where the device, or whoever asks, wants a recipe."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from ninfer_jax.config import recipe as recipe_called
+from ninfer_jax.engine.allocator import gpu_wanted
+from ninfer_jax.engine.convert_apart import convert_apart
+from ninfer_jax.models import Found, HubName, Say, Tell, checked, hub, kept, printed
+from ninfer_jax.models.places import found_in
+from pallas_kernels.driver import card_memory
+
+AS_IT_IS = "none"  # in the place of a recipe: no conversion
+_STAGES = {"digests": "reading", "weights": "converting", "verify": "verifying"}
+
+
+def on_a_card() -> bool:
+    """Whether JAX will take a GPU: it is told so, and there are a driver and a plugin. Starts nothing."""
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    return gpu_wanted(os.environ) and any(map(importlib.util.find_spec, plugins)) and card_memory() is not None
+
+
+def default_recipe(found: Found | hub.Snapshot | None) -> str | None:
+    """The recipe for a checkpoint when nobody names one: None to run it as it is. found: None where nothing of it is here yet."""
+    if found is not None and isinstance(found, Found) and (found.artifact or found.bundled):
+        return None
+    if on_a_card():
+        return "q4"
+    return "q4" if found is not None and found.quantised else None  # codes of another program's: nothing runs them as they are
+
+
+def prepared(
+    model: str | os.PathLike[str], recipe: str | None = None, *, tokenizer: str | None = "auto", say: Say | None = None, tell: Tell
+) -> Path:
+    """The directory, a checkpoint or an artifact, that an engine loads for MODEL.
+
+    recipe: to convert it by; None for what the device wants (`default_recipe`), "none" for none. say: told what is fetched or
+    converted before it is; None prints that to stderr. tell: called with (stage, done, in all). FileError and ValueError, one
+    line, for a model that cannot be had; nothing half-made is ever returned."""
+    say = say or printed
+    if recipe not in (None, AS_IT_IS):
+        recipe_called(recipe)
+    place = checked(model)
+    if isinstance(place, HubName):
+        before = hub.recorded(place)
+        # The artifact does without the files that it was made of.
+        if (
+            before is not None
+            and (name := _wanted(recipe, before))
+            and (made := kept.finished(_job(model, before, name, tokenizer)))
+        ):
+            return made
+        snapshot = hub.fetch(place, say, tell)
+        found, identity = found_in(snapshot), snapshot.identity
+    else:
+        snapshot, found = None, place
+        identity = {} if found.artifact else found.identity()
+    name = _wanted(recipe, found)
+    if found.artifact:
+        if recipe not in (None, AS_IT_IS):
+            raise ValueError(f"recipe {recipe}: {found.path} is an artifact, its weights have formats of their own; leave it out")
+        return found.path
+    if name is None:
+        if found.quantised:
+            raise ValueError(f"{found.path}: its weights are codes of another program's, which need a recipe to be run; name one")
+        return found.path
+    job = _job(model, snapshot or found, name, tokenizer)
+    if (made := kept.finished(job)) is not None:
+        return made
+    say(f"{job.model} is converted once, recipe {name}, into {job.place}")
+
+    def run(folder: Path, lock: int) -> None:
+        options = {"recipe": name, "tokenizer": tokenizer}
+        convert_apart(found.path, folder, options, lambda stage, done, total: tell(_STAGES.get(stage, stage), done, total), lock)
+
+    def same() -> bool:
+        return snapshot.whole if snapshot is not None else found.identity() == identity
+
+    return kept.make(job, run, same, say)
+
+
+def _wanted(recipe: str | None, found: Found | hub.Snapshot) -> str | None:
+    return default_recipe(found) if recipe is None else None if recipe == AS_IT_IS else recipe
+
+
+def _job(model: str | os.PathLike[str], found: Found | hub.Snapshot, recipe: str, tokenizer: str | None) -> kept.Wanted:
+    if isinstance(found, hub.Snapshot):
+        return kept.Wanted(str(found.name), found.identity, recipe, {"tokenizer": tokenizer})
+    return kept.Wanted(found.path.resolve().name, found.identity(), recipe, {"tokenizer": tokenizer})
