@@ -47,7 +47,7 @@ def path_option(help: str, *names: str, metavar: str = "FILE") -> typer.models.O
 Model = Annotated[
     str,
     typer.Argument(
-        help=f"A directory, a GGUF file, a Hub id (org/name, org/name@revision, org/name:FILE.gguf), or `{TINY}`, the bundled model."
+        help=f"A directory, a GGUF file, a Hub id (org/name, org/name@revision, org/name:FILE.gguf), or `{TINY}`, the bundled one."
     ),
 ]
 Context = Annotated[int | None, _Option(help=f"Capacity of a slot in tokens; default: the model's own, up to {MAX_CONTEXT}.")]
@@ -120,8 +120,8 @@ def teller(console: Console) -> Callable[[str], None]:
 
 @contextmanager
 def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each stage that is told of, (stage, bytes done, bytes in all). They vanish when done, and do not show where
-    stderr is no terminal."""
+    """A progress bar for each stage that is told of, (stage, bytes done, bytes in all). They vanish when done, and do not
+    show where stderr is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}

@@ -89,8 +89,8 @@ def remove(
             hub.forget(snapshot.name)
             there = bytes_of(hub.repository(snapshot.name.repo)) if hub.repository(snapshot.name.repo).is_dir() else 0
             if there:
-                line = f"{size(there)} of it stay in the Hub's cache, which other programs use too: `hf cache rm model/{snapshot.name.repo}`"
-                console.print(printable(line), markup=False, soft_wrap=True)
+                line = f"{size(there)} of it stay in the Hub's cache, which other programs use too:"
+                console.print(printable(f"{line} `hf cache rm model/{snapshot.name.repo}`"), markup=False, soft_wrap=True)
 
 
 def _remove(console: Console, k: Kept) -> None:

@@ -122,8 +122,8 @@ class AsyncEngine:
 
     @classmethod
     def open(cls, model: str | Path, config: EngineConfig | None = None, *, queue: int = 64, **options: Any) -> AsyncEngine:
-        """The engine of a model, named as for `Engine.load`, with a prefix cache unless `config` says otherwise; options: of `Engine.load`, which
-        says what is refused."""
+        """The engine of a model, with a prefix cache unless `config` says otherwise; model, options: of `Engine.load`, which says
+        what is refused."""
         config = config or EngineConfig()
         config = dataclasses.replace(config, prefix_cache=mode_of(config, many=True))
         return cls(Engine.load(model, config, **options), queue=queue)

@@ -32,11 +32,11 @@ def convert(
     progress: Progress | None = None,
     say: Say = printed,
 ) -> Artifact:
-    """Quantise the checkpoint `source` (a directory, a file, a Hub id) by a recipe into the artifact directory `destination`; an interrupted conversion
-    goes on where it was. draft_head: rows of the reduced head that drafts choose from on a GPU (0: none), picked by how often
-    `draft_text` uses their tokens. tokenizer: "auto" for that of the source, None where it has none and token ids alone are to
-    go in and out. mtp: a safetensors file with the MTP layer of a source that has none of its own. progress: called with
-    (stage, bytes done, bytes in all). say: as for `Engine.load`.
+    """Quantise the checkpoint `source` (a directory, a file, a Hub id) by a recipe into the artifact directory `destination`; an
+    interrupted conversion goes on where it was. draft_head: rows of the reduced head that drafts choose from on a GPU (0: none),
+    picked by how often `draft_text` uses their tokens. tokenizer: "auto" for that of the source, None where it has none and token
+    ids alone are to go in and out. mtp: a safetensors file with the MTP layer of a source that has none of its own. progress:
+    called with (stage, bytes done, bytes in all). say: as for `Engine.load`.
 
     ValueError, one line: a source or a recipe that does not fit, and what `ninfer_jax.checkpoints.convert.write_artifact` refuses.
     """

@@ -24,9 +24,8 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
 def weight_files(name: HubName, sizes: Mapping[str, int], listed_in_index: list[str]) -> list[str]:
     """The files with the weights, the one to open first: all shards of the index and an MTP head beside them, or the one GGUF
     model. FileError where there is none, where the choice is the user's, and where a shard is missing."""
-    if name.file is None:
-        if found := _safetensors(name, sizes, listed_in_index):
-            return found
+    if name.file is None and (found := _safetensors(name, sizes, listed_in_index)):
+        return found
     models = _ggufs(sizes)
     if name.file is not None:
         return _chosen(name, models)

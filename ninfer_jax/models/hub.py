@@ -185,14 +185,16 @@ def _announce(name: HubName, commit: str, wanted: list[Entry], total: int, say: 
     there = next(p for p in (cache(), *cache().absolute().parents) if p.exists())
     free = shutil.disk_usage(there).free
     if total:
-        here = f", {size(sum(e.size for e in wanted) - total)} of that are here" if total < sum(e.size for e in wanted) else ""
+        whole = sum(entry.size for entry in wanted)
+        here = f", {size(whole - total)} of that are here" if total < whole else ""
         say(
-            f"{name} (commit {commit[:8]}) from {constants.ENDPOINT}: {len(wanted)} files, {size(sum(e.size for e in wanted))}{here}; "
+            f"{name} (commit {commit[:8]}) from {constants.ENDPOINT}: {len(wanted)} files, {size(whole)}{here}; "
             f"into {cache()}, where {size(free)} are free"
         )
     if total and total + SLACK > free:
         raise FileError(
-            f"{name}: {total:,} bytes are to be fetched, {free:,} are free in {cache()}: make room, or set HF_HUB_CACHE to another disk"
+            f"{name}: {total:,} bytes are to be fetched, {free:,} are free in {cache()}: make room, or set HF_HUB_CACHE to "
+            "another disk"
         )
 
 

@@ -28,7 +28,8 @@ def told(name: HubName, where: str) -> Iterator[None]:
         ) from None
     except errors.GatedRepoError:
         raise FileError(
-            f"{name} is gated: accept its conditions on {home}/{name.repo}, then `hf auth login` or HF_TOKEN with a token of that account"
+            f"{name} is gated: accept its conditions on {home}/{name.repo}, then `hf auth login`, or HF_TOKEN with a token of "
+            "that account"
         ) from None
     except errors.RepositoryNotFoundError:
         raise FileError(
@@ -66,8 +67,7 @@ def told(name: HubName, where: str) -> Iterator[None]:
 
 def _unreachable(name: HubName, home: str, error: BaseException) -> NoConnection:
     return NoConnection(
-        f"{name}: {home} cannot be reached ({first_line(error) or type(error).__name__}): check the network, or set HF_ENDPOINT to a "
-        "mirror; what came stays"
+        f"{name}: {home} cannot be reached ({first_line(error)}): is the network there? HF_ENDPOINT may name a mirror; what came stays"
     )
 
 

@@ -54,11 +54,11 @@ def safe(path: Path) -> Path:
     try:
         top = root()
         for place in (top.parent, top, *([path] if path != top else [])):
-            place.mkdir(parents=place is top.parent, exist_ok=True, mode=0o700)
+            place.mkdir(parents=place == top.parent, exist_ok=True, mode=0o700)
             check_safe(place)
     except OSError as error:
         raise FileError(
-            f"{error.filename or path}: {error.strerror or error}: models are kept there; set XDG_CACHE_HOME to a directory of yours"
+            f"{error.filename or path}: {error.strerror or error}; models are kept there, or below XDG_CACHE_HOME where that is set"
         ) from None
     return path
 

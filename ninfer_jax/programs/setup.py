@@ -16,7 +16,7 @@ from ninfer_jax.config import PRESETS, EngineConfig, ModelConfig, Recipe, preset
 from ninfer_jax.config.presets import NAMED_IDS
 from ninfer_jax.files import FileError
 from ninfer_jax.model import TextModel
-from ninfer_jax.models import Preset, Say, Tell, for_shapes, printed
+from ninfer_jax.models import Preset, Say, Tell, for_shapes, printed, read_name
 from ninfer_jax.programs.programs import Programs
 from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
@@ -118,14 +118,15 @@ def shapes_in(name: str, say: Say = printed, tell: Tell = lambda stage, done, to
     """The place of a model's config and tokenizer, or a preset; of a Hub id these files are fetched and no weights. ValueError for
     neither."""
     try:
-        return for_shapes(name, say, tell)
+        read_name(name)
     except FileError as error:
         raise ValueError(f"{error}; presets: {', '.join(PRESETS)}") from None
+    return for_shapes(name, say, tell)
 
 
 def model_of(name: str | Path | Preset, tokenizer: str | None = "auto") -> tuple[ModelConfig, int]:
-    """Geometry and the number of token ids of a model, by its name or by what `shapes_in` found. tokenizer: "auto" counts the ids that the tokenizer names,
-    None the rows of the output head. ValueError for neither a preset nor a model."""
+    """Geometry and the number of token ids of a model, by its name or by what `shapes_in` found. tokenizer: "auto" counts the ids
+    that the tokenizer names, None the rows of the output head. ValueError for neither a preset nor a model."""
     place = shapes_in(name) if isinstance(name, str) else name
     ids = None
     if isinstance(place, Preset):

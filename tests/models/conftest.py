@@ -36,6 +36,7 @@ def online(hub: hub_server.Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what comes is written when so much of it is there
     monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     return hub

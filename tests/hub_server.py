@@ -45,7 +45,7 @@ class Hub:
         self.repositories: dict[str, Repository] = {}
         self.served: dict[str, int] = {}
         self.asked: list[tuple[str, str]] = []
-        self.tokens: set[str] = set()
+        self.at_cdn: set[str] = set()  # tokens that came to the other host
 
 
 def digest(content: bytes) -> str:
@@ -85,12 +85,12 @@ class _Handler(BaseHTTPRequestHandler):
         hub: Hub = self.server.hub
         path = unquote(urlsplit(self.path).path)
         hub.asked.append((self.command, path))
-        hub.tokens.add(self.headers.get("Authorization", "").removeprefix("Bearer "))
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/(.+)", path):
             self._listing(hub, found[1], found[2])
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._file(hub, found[1], found[2], found[3])
         elif found := re.fullmatch(r"/cdn/([^/]+/[^/]+)/(.+)", path):
+            hub.at_cdn.add(self.headers.get("Authorization", ""))
             self._content(hub, hub.repositories[found[1]], f"{found[1]}/{found[2]}", hub.repositories[found[1]].files[found[2]])
         else:
             self._send(404, b"{}")
