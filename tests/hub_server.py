@@ -46,6 +46,8 @@ class Hub:
         self.served: dict[str, int] = {}
         self.asked: list[tuple[str, str]] = []
         self.at_cdn: set[str] = set()  # tokens that came to the other host
+        self.hold, self.held = threading.Event(), threading.Event()  # cleared, no large file goes on; set, one waits
+        self.hold.set()
 
 
 def digest(content: bytes) -> str:
@@ -91,6 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(hub, found[1], found[2], found[3])
         elif found := re.fullmatch(r"/cdn/([^/]+/[^/]+)/(.+)", path):
             hub.at_cdn.add(self.headers.get("Authorization", ""))
+            if self.command == "GET" and not hub.hold.is_set():
+                hub.held.set()
+                hub.hold.wait()
             self._content(hub, hub.repositories[found[1]], f"{found[1]}/{found[2]}", hub.repositories[found[1]].files[found[2]])
         else:
             self._send(404, b"{}")

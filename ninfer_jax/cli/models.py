@@ -12,7 +12,7 @@ from rich.table import Table
 from ninfer_jax.cli import common
 from ninfer_jax.files import FileError, printable
 from ninfer_jax.models import HubName, hub, kept, read_name
-from ninfer_jax.models.kept import Kept, bytes_of, size
+from ninfer_jax.models.kept import bytes_of, size
 
 models = typer.Typer(help="List, fetch and remove what is kept of models on this machine.", no_args_is_help=True)
 
@@ -84,18 +84,14 @@ def remove(
         if not chosen and not fetched:
             raise FileError(f"nothing is kept of {name}: `ninfer-jax models list` shows what is")
         for k in chosen:
-            _remove(console, k)
+            kept.remove(k)
+            print(printable(f"removed {k.name}: {size(k.bytes)}"))
         for snapshot in fetched:
             hub.forget(snapshot.name)
             there = bytes_of(hub.repository(snapshot.name.repo)) if hub.repository(snapshot.name.repo).is_dir() else 0
             if there:
                 line = f"{size(there)} of it stay in the Hub's cache, which other programs use too:"
-                console.print(printable(f"{line} `hf cache rm model/{snapshot.name.repo}`"), markup=False, soft_wrap=True)
-
-
-def _remove(console: Console, k: Kept) -> None:
-    kept.remove(k)
-    console.print(printable(f"removed {k.name}: {size(k.bytes)}"), markup=False, soft_wrap=True)
+                print(printable(f"{line} `hf cache rm model/{snapshot.name.repo}`"))
 
 
 def _as_json(snapshot: hub.Snapshot) -> dict[str, Any]:

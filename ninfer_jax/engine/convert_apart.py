@@ -8,6 +8,7 @@ it stays.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -46,7 +47,9 @@ def convert_apart(
                 else:
                     tell(*said)
         except BrokenPipeError:
-            pass  # it ended before it began; how, its status says
+            # It ended before it began; how, its status says. What is left in the pipe's buffer would raise once more.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
         except BaseException:
             process.kill()
             raise

@@ -76,8 +76,8 @@ class Engine:
     ) -> Engine:
         """Read a model, compile the programs and allocate the state. model: a directory with a Hugging Face checkpoint or an
         artifact (`ninfer-jax convert`), a GGUF file, a Hub id ("org/name", "org/name@revision", "org/name:FILE.gguf"), which is
-        fetched once, or "tiny", the bundled one (docs/models.md). A CPU maps an artifact's files, which must stay as they are while the
-        engine lives; without kernels that read them (`kernels="xla"`) its weights are expanded to the numbers they stand for.
+        fetched once, or "tiny", the bundled one (docs/models.md). A CPU maps an artifact's files, which must stay as they are while
+        the engine lives; without kernels that read them (`kernels="xla"`) its weights are expanded to the numbers they stand for.
 
         recipe: by which a checkpoint is converted, once, into the user's cache directory; by default a card takes "q4", a CPU the
         checkpoint as it is, and "none" is that. programs: a directory that `ninfer-jax compile` wrote for this very configuration

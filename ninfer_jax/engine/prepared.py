@@ -50,7 +50,7 @@ def prepared(
         if (
             before is not None
             and (name := _wanted(recipe, before))
-            and (made := kept.finished(_job(model, before, name, tokenizer)))
+            and (made := kept.finished(job_of(model, before, name, tokenizer)))
         ):
             return made
         snapshot = hub.fetch(place, say, tell)
@@ -67,7 +67,7 @@ def prepared(
         if found.quantised:
             raise ValueError(f"{found.path}: its weights are codes of another program's, which need a recipe to be run; name one")
         return found.path
-    job = _job(model, snapshot or found, name, tokenizer)
+    job = job_of(model, snapshot or found, name, tokenizer)
     if (made := kept.finished(job)) is not None:
         return made
     say(f"{job.model} is converted once, recipe {name}, into {job.place}")
@@ -86,7 +86,8 @@ def _wanted(recipe: str | None, found: Found | hub.Snapshot) -> str | None:
     return default_recipe(found) if recipe is None else None if recipe == AS_IT_IS else recipe
 
 
-def _job(model: str | os.PathLike[str], found: Found | hub.Snapshot, recipe: str, tokenizer: str | None) -> kept.Wanted:
+def job_of(model: str | os.PathLike[str], found: Found | hub.Snapshot, recipe: str, tokenizer: str | None) -> kept.Wanted:
+    """The conversion that MODEL, found here or fetched, needs for a recipe."""
     if isinstance(found, hub.Snapshot):
         return kept.Wanted(str(found.name), found.identity, recipe, {"tokenizer": tokenizer})
     return kept.Wanted(found.path.resolve().name, found.identity(), recipe, {"tokenizer": tokenizer})

@@ -17,7 +17,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:
-    """What lies beside the weights, and the index of these, as far as there is any."""
+    """Names of the files beside the weights, and of the index of these, as far as there are any."""
     return [name for name in (*SMALL, INDEX) if name in sizes]
 
 

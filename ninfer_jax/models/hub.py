@@ -223,7 +223,7 @@ def _listing(name: HubName) -> tuple[str, dict[str, Entry]]:
 
 
 def _in_the_cache(name: HubName, weights: bool) -> Snapshot | None:
-    """What any program has put into the cache, where it is a whole model."""
+    """The snapshot that any program has put into the cache, where it is a whole model."""
     ref = repository(name.repo) / "refs" / name.revision
     commit = name.revision if _COMMIT.fullmatch(name.revision) else ref.read_text("utf-8").strip() if ref.is_file() else ""
     folder = repository(name.repo) / "snapshots" / commit

@@ -1,4 +1,4 @@
-"""What goes wrong between here and the Hub, as one line that says what to do."""
+"""Errors between here and the Hub, as one line that says what to do."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def told(name: HubName, where: str) -> Iterator[None]:
 
 def _unreachable(name: HubName, home: str, error: BaseException) -> NoConnection:
     return NoConnection(
-        f"{name}: {home} cannot be reached ({first_line(error)}): is the network there? HF_ENDPOINT may name a mirror; what came stays"
+        f"{name}: {home} cannot be reached ({first_line(error)}): is the network there? HF_ENDPOINT may name a mirror; "
+        "what came stays"
     )
 
 

@@ -183,7 +183,7 @@ def _holder(handle: int) -> str:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Whoever reads sees the old file or the whole new one."""
+    """The JSON file, at one stroke: whoever reads sees the old one or the whole new one."""
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     aside.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     os.replace(aside, file)

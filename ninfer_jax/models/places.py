@@ -1,4 +1,4 @@
-"""Where MODEL lies, for whoever needs its weights or its shapes alone."""
+"""Places of MODEL on this machine, for whoever needs its weights or its shapes alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Found:
     bundled: bool = False
 
     def identity(self) -> dict[str, Any]:
-        """What the content of a checkpoint is told by, without reading it."""
+        """Facts that tell the content of a checkpoint from another, without reading it."""
         folder = self.path if self.path.is_dir() else self.path.parent
         names = (
             {p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".gguf")} if self.path.is_dir() else {self.path.name}

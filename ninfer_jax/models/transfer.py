@@ -109,7 +109,7 @@ class Transfer:
         return self.folder / "blobs" / entry.digest
 
     def _bar(self) -> Any:
-        """What huggingface_hub takes for a class of progress bars."""
+        """A class that huggingface_hub takes for one of progress bars."""
         came, stop = self.came, self.stop
 
         class Bar:

@@ -123,7 +123,7 @@ def test_no_driver_is_no_card(monkeypatch):
 def test_who_has_chosen_is_left_alone(monkeypatch, environment):
     monkeypatch.setattr(allocator, "card_memory", lambda: (23_000_000_000, CARD))
     if "JAX_PLATFORMS" not in environment:
-        monkeypatch.setattr(allocator, "_gpu_wanted", lambda environment: True)
+        monkeypatch.setattr(allocator, "gpu_wanted", lambda environment: True)
     before = dict(environment)
     reserve(None, environment)
     assert environment == before

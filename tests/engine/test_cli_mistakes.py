@@ -123,11 +123,11 @@ def test_an_interrupt_ends_every_command_with_130(command: str, monkeypatch: pyt
         raise KeyboardInterrupt
 
     for module, names in (
-        ("generate", ("model_path",)),
-        ("convert", ("source_path",)),
+        ("generate", ("checked",)),
+        ("convert", ("source_of",)),
         ("plan", ("_setup",)),
-        ("bench", ("model_path",)),
-        ("evaluate", ("model_path",)),
+        ("bench", ("checked",)),
+        ("evaluate", ("checked",)),
     ):
         for name in names:
             monkeypatch.setattr(f"ninfer_jax.cli.{module}.{name}", interrupted)
