@@ -282,4 +282,8 @@ def _snapshot(name: HubName, said: Mapping[str, Any]) -> Snapshot | None:
     if not all(isinstance(n, str) and ".." not in n.split("/") and isinstance(b, int) for n, b in files.items()):
         return None
     weights = said.get("weights")
-    return Snapshot(name, commit, files, weights, bool(said.get("quantised"))) if weights in files else None
+    return (
+        Snapshot(name, commit, files, weights, bool(said.get("quantised")))
+        if isinstance(weights, str) and weights in files
+        else None
+    )
