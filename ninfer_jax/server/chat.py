@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -10,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from sse_starlette import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -20,6 +18,7 @@ from ninfer_jax.server.collect import Whole, gather, token_logprob
 from ninfer_jax.server.conversation import tool_results_in_order, without_nonce
 from ninfer_jax.server.endpoint import unexpected
 from ninfer_jax.server.errors import ApiError, bad, error_body
+from ninfer_jax.server.events import DONE, KEEP_ALIVE, Chunks, as_event
 from ninfer_jax.server.grammars import constrained
 from ninfer_jax.server.prepare import chat_ids, sampling_params
 from ninfer_jax.server.schemas import ChatRequest
@@ -29,8 +28,6 @@ from ninfer_jax.server.thinking import thought_of
 from ninfer_jax.server.tools import parser_for, plan_of
 from ninfer_jax.text import Tokenizer
 from ninfer_jax.text.tools import CallArguments, CallBegin, ContentText, Event, ReasoningText
-
-KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n")
 
 
 async def chat_completions(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -160,13 +157,9 @@ def _choice(index: int, whole: Whole, tokenizer: Tokenizer, logprobs: bool, hidd
 
 async def _events(
     service: Service, tokenizer: Tokenizer, answers: list[Answer], head: dict, with_usage: bool, logprobs: bool, hidden: bool
-) -> AsyncGenerator[Any, None]:
-    head = head | {"object": "chat.completion.chunk"}
-    extra: dict[str, Any] = {"usage": None} if with_usage else {}
+) -> AsyncGenerator[bytes, None]:
+    chunk = Chunks(head | {"object": "chat.completion.chunk"}, {"usage": None} if with_usage else {})
     usages: list[Usage] = []
-
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> dict[str, str]:
-        return {"data": json.dumps(head | {"choices": choices} | extra | more, ensure_ascii=False)}
 
     try:
         for index in range(len(answers)):
@@ -187,11 +180,11 @@ async def _events(
                     yield chunk([_delta(index, {}, None, step.ending.finish)])
         if with_usage:
             yield chunk([], usage=usage_of(usages))
-        yield {"data": "[DONE]"}
+        yield DONE
     except ApiError as error:
-        yield {"data": json.dumps(error_body(error, False))}
+        yield as_event(error_body(error, False))
     except Exception as error:
-        yield {"data": json.dumps(error_body(unexpected(error), False))}
+        yield as_event(error_body(unexpected(error), False))
 
 
 def _delta(index: int, delta: dict, logprobs: dict | None = None, finish: str | None = None) -> dict[str, Any]:

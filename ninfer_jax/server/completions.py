@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -15,10 +14,11 @@ from starlette.responses import JSONResponse, Response
 
 from ninfer_jax.server.answer import Answer, Ask, Usage
 from ninfer_jax.server.backend import Backend
-from ninfer_jax.server.chat import KEEP_ALIVE, drop, gather_all, start, usage_of
+from ninfer_jax.server.chat import drop, gather_all, start, usage_of
 from ninfer_jax.server.collect import Whole
 from ninfer_jax.server.endpoint import unexpected
 from ninfer_jax.server.errors import ApiError, bad, error_body
+from ninfer_jax.server.events import DONE, KEEP_ALIVE, Chunks, as_event
 from ninfer_jax.server.grammars import constrained
 from ninfer_jax.server.prepare import fits, sampling_params, text_ids
 from ninfer_jax.server.schemas import CompletionRequest
@@ -137,13 +137,10 @@ def _usage(usages: list[Usage], n: int) -> dict[str, Any]:
 
 async def _events(
     service: Service, answers: list[Answer], head: dict, before: list[str], tokenizer: Tokenizer | None, with_usage: bool, n: int
-) -> AsyncGenerator[Any, None]:
-    extra: dict[str, Any] = {"usage": None} if with_usage else {}
+) -> AsyncGenerator[bytes, None]:
+    chunk = Chunks(head, {"usage": None} if with_usage else {})
     usages: dict[int, Usage] = {}
     lengths = [len(text) for text in before]
-
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> dict[str, str]:
-        return {"data": json.dumps(head | {"choices": choices} | extra | more, ensure_ascii=False)}
 
     def choice(index: int, text: str, listed: dict | None = None, finish: str | None = None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": listed, "finish_reason": finish}
@@ -168,8 +165,8 @@ async def _events(
                     usages[index] = step.ending.usage
         if with_usage:
             yield chunk([], usage=_usage([usages[index] for index in sorted(usages)], n))
-        yield {"data": "[DONE]"}
+        yield DONE
     except ApiError as error:
-        yield {"data": json.dumps(error_body(error, False))}
+        yield as_event(error_body(error, False))
     except Exception as error:
-        yield {"data": json.dumps(error_body(unexpected(error), False))}
+        yield as_event(error_body(unexpected(error), False))

@@ -17,6 +17,7 @@ from ninfer_jax.server.backend import Backend
 from ninfer_jax.server.collect import Whole, gather
 from ninfer_jax.server.endpoint import unexpected
 from ninfer_jax.server.errors import ApiError, bad, error_body
+from ninfer_jax.server.events import as_event
 from ninfer_jax.server.from_messages import chat_messages, chat_tools
 from ninfer_jax.server.grammars import constrained
 from ninfer_jax.server.opaque import sealed
@@ -177,9 +178,9 @@ class _Blocks:
             said.append({"type": "content_block_delta", "index": self._index, "delta": {"type": kind, key: text}})
 
 
-async def _events(service: Service, answer: Answer, head: dict, prompt: int, hidden: bool) -> AsyncGenerator[Any, None]:
-    def named(event: dict[str, Any]) -> dict[str, str]:
-        return {"event": event["type"], "data": json.dumps(event, ensure_ascii=False)}
+async def _events(service: Service, answer: Answer, head: dict, prompt: int, hidden: bool) -> AsyncGenerator[bytes, None]:
+    def named(said: dict[str, Any]) -> bytes:
+        return as_event(said, said["type"])
 
     # What is cached shows once the engine has begun; the last event has the numbers that count.
     start = head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(Usage(prompt, 0, 1, 0))}
@@ -191,11 +192,11 @@ async def _events(service: Service, answer: Answer, head: dict, prompt: int, hid
                 if step is None:
                     yield named({"type": "ping"})
                     continue
-                for event in blocks.events(step.events):
-                    yield named(event)
+                for said in blocks.events(step.events):
+                    yield named(said)
                 if step.ending is not None:
-                    for event in blocks.close():
-                        yield named(event)
+                    for said in blocks.close():
+                        yield named(said)
                     delta = {"stop_reason": _reason(step.ending), "stop_sequence": step.ending.stop}
                     yield named({"type": "message_delta", "delta": delta, "usage": _usage(step.ending.usage)})
         yield named({"type": "message_stop"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -17,6 +16,7 @@ from ninfer_jax.server.answer import Answer, Ask, Ending, Usage
 from ninfer_jax.server.backend import Backend
 from ninfer_jax.server.endpoint import unexpected
 from ninfer_jax.server.errors import ApiError, bad
+from ninfer_jax.server.events import as_event
 from ninfer_jax.server.from_responses import chat_messages, chat_tools
 from ninfer_jax.server.grammars import constrained
 from ninfer_jax.server.items import Items
@@ -135,15 +135,15 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-async def _events(service: Service, answer: Answer, head: dict[str, Any], items: Items) -> AsyncGenerator[Any, None]:
+async def _events(service: Service, answer: Answer, head: dict[str, Any], items: Items) -> AsyncGenerator[bytes, None]:
     number = -1
 
-    def named(event: dict[str, Any]) -> dict[str, str]:
+    def named(said: dict[str, Any]) -> bytes:
         nonlocal number
         number += 1
-        return {"event": event["type"], "data": json.dumps(event | {"sequence_number": number}, ensure_ascii=False)}
+        return as_event(said | {"sequence_number": number}, said["type"])
 
-    def failed(error: ApiError) -> dict[str, str]:
+    def failed(error: ApiError) -> bytes:
         said = {"code": error.code or "server_error", "message": error.message}
         return named({"type": "response.failed", "response": head | {"status": "failed", "error": said, "output": items.output}})
 
@@ -155,12 +155,12 @@ async def _events(service: Service, answer: Answer, head: dict[str, Any], items:
                 if step is None:  # comments do not count as life with Codex
                     yield named({"type": "response.in_progress", "response": head})
                     continue
-                for event in items.events(step.events):
-                    yield named(event)
+                for said in items.events(step.events):
+                    yield named(said)
                 if step.ending is not None:
                     cut = step.ending.finish == "length"
-                    for event in items.close("incomplete" if cut else "completed"):
-                        yield named(event)
+                    for said in items.close("incomplete" if cut else "completed"):
+                        yield named(said)
                     last = "response.incomplete" if cut else "response.completed"
                     yield named({"type": last, "response": head | _finished(items, step.ending)})
     except ApiError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
@@ -16,23 +17,51 @@ T = TypeVar("T")
 _CLIENT_GONE = 499  # nobody reads it; nginx' number, for the counters
 
 
+@dataclass(frozen=True)
+class _End:
+    """The end of a source, by an exception or without."""
+
+    error: Exception | None
+
+
 async def with_heartbeat(source: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | None, None]:
-    """Its items, and None whenever nothing has come for `seconds`."""
-    waiting: asyncio.Future[T] | None = None
+    """Its items, and None whenever nothing has come for `seconds`. Reads one item ahead at most."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[T | _End | None] = asyncio.Queue(maxsize=1)
+    last = loop.time()
+
+    async def read() -> None:
+        nonlocal last
+        error: Exception | None = None
+        try:
+            async for item in source:
+                last = loop.time()
+                await queue.put(item)
+        except Exception as raised:
+            error = raised
+        await queue.put(_End(error))
+
+    def beat() -> None:
+        # One timer a stream: it looks when silence could have lasted long enough, instead of being set anew for each item.
+        nonlocal timer, last
+        now = loop.time()
+        if now >= last + seconds:
+            last = now
+            if queue.empty():
+                queue.put_nowait(None)
+        timer = loop.call_at(last + seconds, beat)
+
+    timer = loop.call_at(last + seconds, beat)
+    reader = asyncio.create_task(read())
     try:
-        while True:
-            waiting = asyncio.ensure_future(anext(source))
-            while not (await asyncio.wait({waiting}, timeout=seconds))[0]:
-                yield None
-            try:
-                item = waiting.result()
-            except StopAsyncIteration:
-                return
+        while not isinstance(item := await queue.get(), _End):
             yield item
+        if item.error is not None:
+            raise item.error
     finally:
-        if waiting is not None:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)  # also of one that is done: nobody else asks how
+        timer.cancel()
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
         await source.aclose()
 
 
@@ -97,7 +126,7 @@ class EventStream(EventSourceResponse):
 
     def __init__(
         self,
-        events: AsyncGenerator[Any, None],
+        events: AsyncGenerator[bytes, None],
         send_seconds: float,
         cleanup: Callable[[], None],
         headers: dict[str, str] | None = None,
