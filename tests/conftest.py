@@ -51,6 +51,7 @@ GROUPS = {
     "benchmarks": ("benchmarks/test_device_check.py",),
     "micro": (
         "engine/test_async_engine.py",
+        "engine/test_async_faults.py",
         "engine/test_async_prefixes.py",
         "engine/test_cpu_kernels.py",
         "engine/test_drafters.py",

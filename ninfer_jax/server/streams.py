@@ -25,7 +25,7 @@ class _End:
 
 
 async def with_heartbeat(source: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | None, None]:
-    """Its items, and None whenever nothing has come for `seconds`. Reads one item ahead at most."""
+    """Its items, and None whenever nothing has come for `seconds`. It is at most two items ahead of its reader."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[T | _End | None] = asyncio.Queue(maxsize=1)
     last = loop.time()

@@ -9,7 +9,7 @@ from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
-from shared import LONG, PARAMS, PROMPTS, same
+from shared import LONG, PARAMS, PROMPTS, ended, same
 
 from ninfer_jax import AnswerLost, AsyncEngine, Engine, EngineStopped, QueueFull
 from ninfer_jax.engine import async_engine, runner
@@ -219,7 +219,7 @@ def test_a_failing_round_is_told_to_those_in_it_and_nobody_else(shared, right, h
     held()
     for answer in answers[:2]:
         with pytest.raises(AnswerLost, match=r"^the answer is lost: .* MemoryError: RESOURCE_EXHAUSTED; ask again$"):
-            answer.result()
+            ended(answer)
     assert same(answers[2].result(), right[5]) and same(answers[3].result(), right[7])
     assert same(shared.generate(PROMPTS[3], PARAMS[3]), right[3])
     assert shared.load().numbers["engine_faults"] == 1
@@ -237,7 +237,7 @@ def test_a_failing_text_costs_its_own_answer(shared, right, held, monkeypatch):
     answers = [shared.submit(PROMPTS[at], PARAMS[at]) for at in (2, 5, 7)]
     held()
     with pytest.raises(AnswerLost, match="KeyError: 'text'"):
-        answers[0].result()
+        ended(answers[0])
     assert same(answers[1].result(), right[5]) and same(answers[2].result(), right[7])
     assert shared.load().numbers["engine_faults"] == 0
 
@@ -303,7 +303,7 @@ def test_a_device_that_is_gone_stops_the_engine_and_says_so(shared, held, micro_
     held()
     for answer in answers:
         with pytest.raises(AnswerLost, match=r"RuntimeError: INTERNAL: the card fell off the bus; ask again$"):
-            answer.result()
+            ended(answer)
     said = r"^the engine has stopped: RuntimeError: INTERNAL: the card fell off the bus; load it again$"
     assert shared.close()
     for use in (lambda: shared.submit([1], LONG), lambda: shared.call(lambda engine: None)):

@@ -33,6 +33,8 @@ class Running:
         engine, sequence = self._engine, self._sequence
         if engine.prefill_s:
             await asyncio.sleep(engine.prefill_s)
+        while engine.silent:
+            await asyncio.sleep(0.001)
         left = self._tokens
         while not sequence.finished:
             if self not in engine.active:
@@ -45,7 +47,8 @@ class Running:
             take = take[:room]
             ends = next((at for at, token in enumerate(take) if token in sequence.end_ids), None)
             take = take if ends is None else take[: ends + 1]
-            done = ends is not None or len(take) == room
+            # Without an end token the script's end is what the length limit is elsewhere.
+            done = ends is not None or len(take) == room or (sequence.params.ignore_eos and not left)
             assert take or done, "the script ends without an end token"
             entries = [TokenLogprob(t, -0.25, ((t, -0.25), (0, -2.0))[: sequence.params.logprobs or 0]) for t in take]
             before = len(sequence.tokens)
@@ -67,6 +70,7 @@ class Scripted:
     """script: the prompt's text -> the answer's text, control tokens included.
 
     round: tokens a round; round_s, prefill_s: seconds it takes; capacity: requests at a time, beyond which it is busy.
+    silent: nothing comes as long as it is set.
     """
 
     script: Callable[[str], str]
@@ -77,6 +81,7 @@ class Scripted:
     cached: int = 0
     context: int = CONTEXT
     fault: Exception | None = None
+    silent: bool = False
     active: set[Running] = field(default_factory=set)
     submitted: list[dict[str, Any]] = field(default_factory=list)
     closed: bool = False
