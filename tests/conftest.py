@@ -7,6 +7,7 @@ compilation cache has its programs: tests use the two standard engines wherever 
 from __future__ import annotations
 
 import gc
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ import pytest
 
 if TYPE_CHECKING:
     from ninfer_jax import Engine
+
+# Tests write nothing into the home of who runs them, nor does what they start; JAX's cache keeps their programs.
+os.environ["NINFER_JAX_PROGRAM_CACHE"] = "off"
 
 PLAIN = dict(context=512, prefill_chunk=64, kv="f32")
 DRAFTING = PLAIN | dict(slots=2, draft=3)
@@ -65,6 +69,7 @@ GROUPS = {
         "engine/test_stored_weights.py",
         "engine/test_taking_turns.py",
         "engine/test_without_tokenizer.py",
+        "programs/test_kept_programs.py",
         "programs/test_stored_kernels.py",
     ),
 }

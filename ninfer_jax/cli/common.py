@@ -73,6 +73,7 @@ Converted = Annotated[
     ),
 ]
 NoVerify = Annotated[bool, _Option("--no-verify", help="Of an artifact: leave its digests unchecked.")]
+NoProgramCache = Annotated[bool, _Option("--no-program-cache", help="Neither use nor keep programs of earlier starts.")]
 NoTokenizer = Annotated[
     bool, _Option("--no-tokenizer", help="Do without a tokenizer: token ids alone, as many as the output head has rows.")
 ]

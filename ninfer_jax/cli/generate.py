@@ -58,6 +58,7 @@ def generate(
         common.path_option("Executables from `ninfer-jax compile`; only from a directory you trust.", metavar="DIRECTORY"),
     ] = None,
     recipe: common.Converted = None,
+    no_program_cache: common.NoProgramCache = False,
     no_verify: common.NoVerify = False,
     no_tokenizer: common.NoTokenizer = False,
     seed: Annotated[int | None, _Option(help="Same seed, same answer.")] = None,
@@ -96,6 +97,7 @@ def generate(
             "prefill_chunk": prefill_chunk,
             "tokenizer": None if no_tokenizer else "auto",
             "prefix_cache": "exact" if session is not None and prefix_cache == "auto" else prefix_cache,
+            "program_cache": "off" if no_program_cache else "auto",
             **common.cache_settings(cache_bytes, cache_dir, cache_dir_bytes),
         }
         if session is not None and prefix_cache == "off":
@@ -181,9 +183,10 @@ def _load(console: Console, model: str, config: Any, loading: dict[str, Any]) ->
         tasks: dict[str, TaskID] = {}
 
         def show(stage: str, done: int, total: int) -> None:
+            stage, _, what = stage.partition(": ")
             if stage not in tasks:
-                tasks[stage] = bar.add_task(f"{stage:10s}", total=total)
-            bar.update(tasks[stage], completed=done, total=total)
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total, description=f"{stage:10s}" + (f" {what}" if what else ""))
 
         return Engine.load(model, config, **loading, progress=show, say=common.teller(console))
 

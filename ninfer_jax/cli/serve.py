@@ -62,6 +62,7 @@ def serve(
         common.path_option("Executables from `ninfer-jax compile`; only from a directory you trust.", metavar="DIRECTORY"),
     ] = None,
     recipe: common.Converted = None,
+    no_program_cache: common.NoProgramCache = False,
     no_verify: common.NoVerify = False,
 ) -> None:
     """Serve a model over HTTP until SIGTERM: /v1/chat/completions, /v1/responses, /v1/messages, a page at /, and more."""
@@ -89,6 +90,7 @@ def serve(
         shapes: dict[str, Any] = {"context": context, "kv": kv, "draft": draft, "drafter": drafter, "slots": slots, "pool": pool}
         shapes |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels, "prefix_cache": prefix_cache}
         shapes |= common.cache_settings(cache_bytes, cache_dir, cache_dir_bytes)
+        shapes["program_cache"] = "off" if no_program_cache else "auto"
         loading = {"programs": programs, "verify": not no_verify, "recipe": recipe}
         _run(console, model, (host, port), settings, shapes, loading, queue)
 

@@ -56,6 +56,8 @@ class EngineConfig:
     drafter: who drafts. "mtp": the checkpoint's MTP head. "lookup": what followed the sequence's last tokens when they stood in it
         before, for every checkpoint; a round without such a place has no drafts. "mtp+lookup": the same, and the MTP head where
         there is no such place, or too little of it. "none": nobody, whatever `draft` is. Tokens are the same with each.
+    program_cache: whether compiled programs are kept for the next start, in `$XDG_CACHE_HOME/ninfer_jax/programs`. "auto" keeps
+        them, unless JAX's own compilation cache is in use or NINFER_JAX_PROGRAM_CACHE is "off" in the environment. "off".
     """
 
     context: int | None = None
@@ -72,6 +74,7 @@ class EngineConfig:
     cache_dir: str | Path | None = None
     cache_dir_bytes: int = 64 << 30
     drafter: str = "mtp"
+    program_cache: str = "auto"
 
     def __post_init__(self) -> None:
         _between("slots", self.slots, 1, MAX_SLOTS)
@@ -102,6 +105,8 @@ class EngineConfig:
             raise ValueError(f"kernels is {shown(self.kernels)}, known are {', '.join(KERNELS)}")
         if self.prefix_cache not in CACHE_MODES:
             raise ValueError(f"prefix_cache is {shown(self.prefix_cache)}, known are {', '.join(CACHE_MODES)}")
+        if self.program_cache not in ("auto", "off"):
+            raise ValueError(f"program_cache is {shown(self.program_cache)}, known are auto, off")
         if self.cache_bytes is not None:
             _between("cache_bytes", self.cache_bytes, 1, 1 << 50)
         _between("cache_dir_bytes", self.cache_dir_bytes, 1, 1 << 60)

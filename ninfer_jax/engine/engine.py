@@ -30,6 +30,7 @@ from ninfer_jax.engine.weights_in import open_weights, why_no_drafts
 from ninfer_jax.files import directory, read_object
 from ninfer_jax.programs import Programs, compilations
 from ninfer_jax.programs.executables import StoredPrograms
+from ninfer_jax.programs.kept import KeptPrograms, wanted
 from ninfer_jax.programs.setup import Setup, resolve
 from ninfer_jax.text import ChatTemplate, CheckpointText, GenerationDefaults, Tokenizer, open_text
 from ninfer_jax.text.grammar import Grammars
@@ -74,10 +75,11 @@ class Engine:
         progress: LoadProgress | None = None,
         say: Callable[[str], None] | None = None,
     ) -> Engine:
-        """Read a model, compile the programs and allocate the state. model: a directory with a Hugging Face checkpoint or an
-        artifact (`ninfer-jax convert`), a GGUF file, a Hub id ("org/name", "org/name@revision", "org/name:FILE.gguf"), which is
-        fetched once, or "tiny", the bundled one (docs/models.md). A CPU maps an artifact's files, which must stay as they are while
-        the engine lives; without kernels that read them (`kernels="xla"`) its weights are expanded to the numbers they stand for.
+        """Read a model, compile the programs, or load those that an earlier start has kept, and allocate the state. model: a
+        directory with a Hugging Face checkpoint or an artifact (`ninfer-jax convert`), a GGUF file, a Hub id ("org/name",
+        "org/name@revision", "org/name:FILE.gguf"), which is fetched once, or "tiny", the bundled one (docs/models.md). A CPU maps an
+        artifact's files, which must stay as they are while the engine lives; without kernels that read them (`kernels="xla"`) its
+        weights are expanded to the numbers they stand for.
 
         recipe: by which a checkpoint is converted, once, into the user's cache directory; by default a card takes "q4", a CPU the
         checkpoint as it is, and "none" is that. programs: a directory that `ninfer-jax compile` wrote for this very configuration
@@ -86,10 +88,10 @@ class Engine:
         of an artifact's arrays with its manifest; without, damaged numbers go unnoticed. before: called with the
         `Requests` that the engine will take, before weights are read and programs compiled: a prompt that would be refused then
         can be refused now, by what this raises. progress: called with
-        ("weights", bytes done, bytes in all), then ("programs", compiled, in all), and before these "download", "reading",
-        "converting" and "verifying" where there is something to do. say: told in a line what is fetched or converted, before
-        it is; stderr by default. ValueError, on one line, for anything in the directory or the configuration that does not fit,
-        memory included; nothing is ever guessed or made up.
+        ("weights", bytes done, bytes in all), then ("programs", there, in all), before one that has to be compiled as
+        ("programs: NAME", ...), and before these "download", "reading", "converting" and "verifying" where there is something to
+        do. say: told in a line what is fetched or converted, before it is; stderr by default. ValueError, on one line, for anything
+        in the directory or the configuration that does not fit, memory included; nothing is ever guessed or made up.
         """
         started_at = compilations()
         config = config or EngineConfig()
@@ -118,11 +120,22 @@ class Engine:
         stored = None if programs is None else StoredPrograms.open(programs, setup, ready)
         free = free_bytes(jax.devices()[0])
         check_memory(ready, free, stored.workspace_bytes if stored else 0)
+
+        def compiling(name: str, done: int, total: int) -> None:
+            tell(f"programs: {name}" if name else "programs", done, total)
+
+        earlier = None
+        if stored is None and wanted(config.program_cache):
+            earlier = KeptPrograms(setup, ready, lambda line: tell(f"programs: {line}", 0, len(ready.eager)))
+            earlier.begin()  # beside the reading of the weights
         parameters = weights.parameters(text, lambda done, total: tell("weights", done, total))
         if stored:
             stored.adopt(ready)
+        elif earlier:
+            earlier.finish(compiling)
+            check_memory(ready, free, earlier.workspace_bytes)
         else:
-            ready.compile_all(lambda done, total: tell("programs", done, total))
+            ready.compile_all(compiling)
             check_memory(ready, free, compiled_workspace(ready))
         runner = Runner(ready, parameters, ready.allocate())
         if kept != "off":

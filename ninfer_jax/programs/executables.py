@@ -57,7 +57,7 @@ def compile_to(
             progress(name, done, len(names))
         start = time.perf_counter()
         if target == "cpu":
-            with _no_compilation_cache():
+            with no_compilation_cache():
                 compiled = programs.compiled(name)
             compilation = facts_of(name, target, compiled, 0.0, time.perf_counter() - start)
         else:
@@ -116,7 +116,7 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _no_compilation_cache() -> Iterator[None]:
+def no_compilation_cache() -> Iterator[None]:
     """Whatever JAX_COMPILATION_CACHE_DIR says: what XLA's CPU compiler took out of that cache, it serialises again without
     some of its functions ("Function wrapped_exponential not found", jaxlib 0.10.2), and only running it would tell."""
     before = jax.config.values["jax_enable_compilation_cache"]
@@ -184,11 +184,14 @@ class StoredPrograms:
         for target, code in self._kernels.items():
             cpu.install(target, code)
         for name, payload in self._payloads.items():
-            # The trees are this code's own and need not be read from a file.
-            trees = jax.tree.structure((programs.source(name)[1], {})), jax.tree.structure(programs.result(name))
-            programs.adopt(
-                name, serialize_executable.deserialize_and_load(payload, *trees, backend=device.client, execution_devices=[device])
-            )
+            programs.adopt(name, load_executable(programs, name, payload, device))
+
+
+def load_executable(programs: Programs, name: str, payload: bytes, device: Any) -> jax.stages.Compiled:
+    """The named program from its serialised executable, a pickle: only of bytes that are known to be this code's own."""
+    # The trees are this code's own and need not be read from a file.
+    trees = jax.tree.structure((programs.source(name)[1], {})), jax.tree.structure(programs.result(name))
+    return serialize_executable.deserialize_and_load(payload, *trees, backend=device.client, execution_devices=[device])
 
 
 def _missing(error: Exception, manifest: Mapping[str, Any], programs: Programs) -> str:

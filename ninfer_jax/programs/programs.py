@@ -52,6 +52,7 @@ class Programs:
         self.short = self._given.short  # rows of the smaller prefill program, None without one
         self._catalogue = {program.name: program for program in CATALOGUE if program.made(self._given)}
         self._compiled: dict[str, Compiled] = {}
+        self._take: Callable[[str], Compiled] = self.compile
 
     @property
     def eager(self) -> tuple[str, ...]:
@@ -97,12 +98,19 @@ class Programs:
         """The role of each parameter, in their order."""
         return self._roles
 
-    def compile_all(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile what serving needs, telling `progress` how many programs of how many are done."""
-        for done, name in enumerate(self.eager, 1):
+    def take_from(self, take: Callable[[str], Compiled]) -> None:
+        """Have `take(name)` give the programs that are not there yet, in the place of `compile`."""
+        self._take = take
+
+    def compile_all(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compile what serving needs. progress: called with the name of the program that is next ("" at the end), how many are
+        done, and how many there are."""
+        for done, name in enumerate(self.eager):
+            if progress and name not in self._compiled:
+                progress(name, done, len(self.eager))
             self.compiled(name)
-            if progress:
-                progress(done, len(self.eager))
+        if progress:
+            progress("", len(self.eager), len(self.eager))
 
     def lowered(self, name: str) -> jax.stages.Lowered:
         """The named program before compilation, for inspection."""
@@ -122,8 +130,12 @@ class Programs:
     def compiled(self, name: str) -> Compiled:
         """The named program, compiled."""
         if name not in self._compiled:
-            self._compiled[name] = self.lowered(name).compile(compiler_options(self.platform))
+            self._compiled[name] = self._take(name)
         return self._compiled[name]
+
+    def compile(self, name: str) -> Compiled:
+        """The named program, compiled anew."""
+        return self.lowered(name).compile(compiler_options(self.platform))
 
     def allocate(self) -> State:
         """A zeroed state: every slot empty, every page free."""

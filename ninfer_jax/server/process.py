@@ -118,7 +118,7 @@ def _started(loop: asyncio.AbstractEventLoop, service: Service, load: Callable[[
     future: asyncio.Future[Backend] = loop.create_future()
 
     def progress(stage: str, done: int, total: int) -> None:
-        service.progress[stage] = (done, total)
+        service.progress[stage.partition(":")[0]] = (done, total)
 
     def settle(backend: Backend | None, error: BaseException | None) -> None:
         if future.done():

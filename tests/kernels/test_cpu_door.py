@@ -164,13 +164,11 @@ print(call.target, np.asarray(jax.jit(call)(x)[0]).tobytes().hex(), cpu.here().h
 def kept_at(tmp_path, monkeypatch):
     """The folder of kept code, an empty one; `compiled()`: how often LLVM has been asked."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept.folder.cache_clear()
     asked = []
     whole = machine._compile
     monkeypatch.setattr(machine, "_compile", lambda *a: asked.append(1) or whole(*a))
     place = tmp_path / "ninfer_jax" / "cpu"
     yield SimpleNamespace(place=place, compiled=lambda: len(asked))
-    kept.folder.cache_clear()
 
 
 NINE = "define i64 @nine() { ret i64 9 }"
@@ -203,7 +201,6 @@ def test_code_that_others_can_write_is_neither_run_nor_kept(kept_at, caplog):
     assert kept_at.compiled() == 3 and str(file) in caplog.messages.pop()
     for folder in (kept_at.place, kept_at.place.parent):
         folder.chmod(0o770)
-        kept.folder.cache_clear()
         machine.object_code(NINE)
         assert caplog.messages.pop() == f"compiled CPU kernels are not kept: {folder} can be written by others: chmod go-w"
         folder.chmod(0o700)
