@@ -33,7 +33,7 @@ SOURCES = (
 # What handles programs, looks at them or tries kernels alone. Tuned sizes have a field of their own.
 LEFT_OUT = re.compile(
     r"ninfer_jax/config/presets\.py|ninfer_jax/programs/(card|compilations|executables|kept|kernel_files|plan|provenance|setup)\.py"
-    r"|pallas_kernels/((lab|targets|tuned)/.*|(.*/)?((triton|cpu)_)?cases\.py|(deviceless|driver|inspect|kept_files)\.py)"
+    r"|pallas_kernels/((lab|targets|tuned)/.*|(.*/)?((triton|cpu)_)?cases\.py|(deviceless|driver|inspect)\.py)"
 )
 # Instruction sets that compilers choose by; a processor's other flags come and go with kernels and hypervisors.
 _VECTORS = re.compile(r"sse4|avx|amx|fma|f16c|bmi|asimd|sve|i8mm|bf16")
