@@ -131,8 +131,11 @@ class KeptFiles:
 
 
 def base() -> Path:
-    """The folder of all that this project keeps for a user: `$XDG_CACHE_HOME/ninfer_jax`, there or not."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ninfer_jax"
+    """The folder of all that this project keeps for a user: `$XDG_CACHE_HOME/ninfer_jax`, there or not. RuntimeError where there
+    is no home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG base directory specification has relative paths ignored.
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "ninfer_jax"
 
 
 def unsafe(info: os.stat_result) -> str:

@@ -9,6 +9,7 @@ import typer
 from ninfer_jax import __version__
 from ninfer_jax.cli.bench import bench
 from ninfer_jax.cli.convert import convert
+from ninfer_jax.cli.doctor import doctor
 from ninfer_jax.cli.evaluate import evaluate
 from ninfer_jax.cli.generate import generate
 from ninfer_jax.cli.launch import launch
@@ -49,6 +50,7 @@ app.command()(plan)
 app.command("compile")(compile_programs)
 app.command()(bench)
 app.command("eval")(evaluate)
+app.command()(doctor)
 app.add_typer(models, name="models")
 
 if __name__ == "__main__":

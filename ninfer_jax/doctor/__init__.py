@@ -1,6 +1,6 @@
 """A look at the machine: what is there, what is wrong with it, what to do, and whether the engine answers as it should.
 
-`inputs` reads, `host`, `card` and `caches` judge what was read, `self_test` runs the bundled model, `report` writes for a bug report.
+`inputs` reads, `host` and `card` judge what was read, `self_test` runs the bundled model, `report` writes for a bug report.
 """
 
 from ninfer_jax.doctor.card import judge_card

@@ -74,7 +74,7 @@ def parse_cards(text: str) -> list[Card]:
 
 
 def parse_processes(text: str) -> list[tuple[str, int, int | None]]:
-    """(card's UUID, process id, bytes or None) of each process that computes on a card; lines that say anything else are left out."""
+    """(card's UUID, process id, bytes or None) of each process that computes on a card; other lines are passed."""
     found = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) == len(PROCESS_FIELDS) and row[1].strip().isdecimal():

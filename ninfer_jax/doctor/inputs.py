@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pallas_kernels import kept_files
@@ -94,7 +94,6 @@ class Inputs:
     available: int | None = None
     kernels_error: str = ""
     checkout: bool = False
-    problems: tuple[str, ...] = field(default=())
 
 
 def read(measure_disk: bool = True) -> Inputs:

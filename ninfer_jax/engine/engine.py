@@ -75,23 +75,23 @@ class Engine:
         progress: LoadProgress | None = None,
         say: Callable[[str], None] | None = None,
     ) -> Engine:
-        """Read a model, compile the programs, or load those that an earlier start has kept, and allocate the state. model: a
-        directory with a Hugging Face checkpoint or an artifact (`ninfer-jax convert`), a GGUF file, a Hub id ("org/name",
-        "org/name@revision", "org/name:FILE.gguf"), which is fetched once, or "tiny", the bundled one (docs/models.md). A CPU maps an
-        artifact's files, which must stay as they are while the engine lives; without kernels that read them (`kernels="xla"`) its
-        weights are expanded to the numbers they stand for.
+        """Read a model, compile the programs, or load those that an earlier start has kept, and allocate the state.
 
+        model: a directory with a Hugging Face checkpoint or an artifact (`ninfer-jax convert`), a GGUF file, a Hub id ("org/name",
+        "org/name@revision", "org/name:FILE.gguf"), which is fetched once, or "tiny", the bundled one (docs/models.md). A CPU maps
+        an artifact's files, which must stay as they are while the engine lives; without kernels that read them (`kernels="xla"`)
+        its weights are expanded to the numbers they stand for.
         recipe: by which a checkpoint is converted, once, into the user's cache directory; by default a card takes "q4", a CPU the
         checkpoint as it is, and "none" is that. programs: a directory that `ninfer-jax compile` wrote for this very configuration
         and device: its executables are loaded (they are pickles: name only a directory you trust) and nothing is traced or
-        compiled. verify: compare the SHA-256
-        of an artifact's arrays with its manifest; without, damaged numbers go unnoticed. before: called with the
-        `Requests` that the engine will take, before weights are read and programs compiled: a prompt that would be refused then
-        can be refused now, by what this raises. progress: called with
-        ("weights", bytes done, bytes in all), then ("programs", there, in all), before one that has to be compiled as
-        ("programs: NAME", ...), and before these "download", "reading", "converting" and "verifying" where there is something to
-        do. say: told in a line what is fetched or converted, before it is; stderr by default. ValueError, on one line, for anything
-        in the directory or the configuration that does not fit, memory included; nothing is ever guessed or made up.
+        compiled. verify: compare the SHA-256 of an artifact's arrays with its manifest; without, damaged numbers go unnoticed.
+        before: called with the `Requests` that the engine will take, before weights are read and programs compiled: a prompt that
+        would be refused then can be refused now, by what this raises.
+        progress: called with ("weights", bytes done, bytes in all), then ("programs", there, in all), before one that has to be
+        compiled as ("programs: NAME", ...), and before these "download", "reading", "converting" and "verifying" where there is
+        something to do. say: told in a line what is fetched or converted, before it is; stderr by default.
+        ValueError, on one line, for anything in the directory or the configuration that does not fit, memory included; nothing
+        is ever guessed or made up.
         """
         started_at = compilations()
         config = config or EngineConfig()

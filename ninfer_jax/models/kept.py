@@ -1,4 +1,4 @@
-"""Converted checkpoints kept between runs: `$XDG_CACHE_HOME/ninfer-jax/models`, one directory a model.
+"""Converted checkpoints kept between runs: `$XDG_CACHE_HOME/ninfer_jax/models`, one directory a model.
 
     <model>/<recipe>-<key>/          a finished artifact, renamed to this when it was whole
     <model>/<recipe>-<key>.partial/  one in the making, with which the next run goes on
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ninfer_jax.files import FileError, read_object
+from pallas_kernels import kept_files
 
 MANIFEST = "manifest.json"  # of an artifact, written last
 RECORDS = "hub"  # no model's directory has this name: theirs have two dashes or a digest
@@ -40,12 +41,10 @@ Say = Callable[[str], None]
 
 def root() -> Path:
     """The directory of all that is kept, which may not be there yet. FileError where there is no home to have one in."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # a relative one is to be ignored, it says there
+        return kept_files.base() / "models"
     except RuntimeError:
         raise FileError("there is no home directory to keep models in: set XDG_CACHE_HOME to a directory of yours") from None
-    return base / "ninfer-jax" / "models"
 
 
 def safe(path: Path) -> Path:

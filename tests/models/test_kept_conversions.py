@@ -59,7 +59,7 @@ def test_a_card_takes_a_checkpoint_converted_once(
     assert ready("tiny").name == "tiny" and ready(checkpoint, AS_IT_IS) == checkpoint
     said: list[str] = []
     made = ready("org/micro", said=said)
-    assert made.parent == home / ".cache/ninfer-jax/models/org--micro" and Artifact.open(made).manifest["recipe"]["name"] == "q4"
+    assert made.parent == home / ".cache/ninfer_jax/models/org--micro" and Artifact.open(made).manifest["recipe"]["name"] == "q4"
     assert "commit aaaaaaaa" in said[0] and said[1] == f"org/micro is converted once, recipe q4, into {made}"
     assert not [p for p in made.parent.iterdir() if p.name.endswith(".partial")]
     # From now on neither the network nor the source is needed, and an artifact is taken as it is.
