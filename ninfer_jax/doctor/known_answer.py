@@ -58,7 +58,7 @@ def answer(platform: str) -> tuple[list[int] | None, str]:
 
 
 def judge(device: str, tokens: list[int] | None, why: str) -> Finding:
-    """What those tokens say about a device. why: what was said instead of tokens."""
+    """A finding on a device that gave those tokens, or None and a word about `why` instead."""
     name = f"self-test: {device}"
     facts = {"same_tokens": tokens == list(EXPECTED), "expected": list(EXPECTED), "answered": tokens}
     if tokens is None:
