@@ -25,6 +25,7 @@ from rich.table import Table
 
 jax.config.update("jax_platforms", "cpu")
 
+from ninfer_jax import tables  # noqa: E402
 from ninfer_jax.config import EngineConfig  # noqa: E402
 from ninfer_jax.decoding import SamplingParams  # noqa: E402
 from ninfer_jax.engine import Engine  # noqa: E402
@@ -131,7 +132,7 @@ def show(engine: Engine, turns: list[Turn]) -> None:
     for t in turns:
         row = (f"{t.number}", t.what, f"{t.tokens:,}", f"{t.cached:,}", f"{t.cold_s:.3f}", f"{t.warm_s:.3f}")
         table.add_row(*row, f"{t.cold_s / t.warm_s:.1f}x", f"{t.settle_s:.3f}")
-    _console.print(table)
+    tables.show(_console, table)
     counters = engine.prefix_counters
     assert counters is not None  # the configuration has a cache
     _console.print(

@@ -22,6 +22,7 @@ from rich.table import Table
 
 jax.config.update("jax_platforms", "cpu")
 
+from ninfer_jax import tables  # noqa: E402
 from ninfer_jax.config import MAX_CONTEXT, EngineConfig  # noqa: E402
 from ninfer_jax.decoding import SamplingParams  # noqa: E402
 from ninfer_jax.engine import Engine  # noqa: E402
@@ -110,7 +111,7 @@ def main() -> None:
     )
     for capacity, filled, seconds in figures:
         table.add_row(f"{capacity:,}", f"{filled:,}", f"{seconds * 1e3:.2f}")
-    _console.print(table)
+    tables.show(_console, table)
     _console.print(
         f"median of {len(ratios)} paired ratios, {MAX_CONTEXT:,} against {SMALL:,} with {FILLED} tokens filled: {ratio:.3f}"
     )

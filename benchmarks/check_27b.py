@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from ninfer_jax import tables
 from ninfer_jax.config import EngineConfig, preset, recipe
 from ninfer_jax.config.engine import DRAFTERS
 from ninfer_jax.model import TextModel
@@ -37,7 +38,7 @@ MODEL, RECIPE, KV, CONTEXT = "qwen3_8_27b", "q4", "rk4v4-e8", 262_144
 POOL = 360_448  # tokens that four slots share
 NAMED = 248_077  # ids that the tokenizer has; the matrix has rows beyond them
 MOST_LAUNCHES = {"verify": 400, "decode_round": 430}
-_console = Console(width=None if sys.stdout.isatty() else 120)
+_console = Console()
 
 
 def verify_source(programs: Programs, kv: str) -> Source:
@@ -193,7 +194,7 @@ def show(facts: Compilation, donated: int, large: list[str], ideal: dict[str, in
         ("tracing and lowering, compiling (s, here)", f"{facts.lower_s:.0f}, {facts.compile_s:.0f}"),
     ):
         table.add_row(label, str(value))
-    _console.print(table)
+    tables.show(_console, table)
     kernels = ", ".join(f"{name} {n}" for name, n in facts.kernels.most_common())
     _console.print(f"kernels: {kernels}")
 

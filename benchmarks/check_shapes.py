@@ -31,6 +31,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from benchmarks.shapes import checkpoint  # noqa: E402
+from ninfer_jax import tables  # noqa: E402
 
 TOKENS, MAX_NEW, SEED = 96, 6, 0
 PROMPT = "The quality of mercy is not strained"
@@ -151,7 +152,7 @@ def show(steps: list[Step]) -> None:
         table.add_column(column, justify=justify)
     for step in steps:
         table.add_row(step.name, f"{step.seconds:.1f}", f"{step.peak / 1e9:.2f}", step.note)
-    Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(table)
+    tables.show(Console(highlight=False), table)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -36,6 +36,8 @@ from peer_report import OURS, TITLES, Rates, machine, markdown, plot, table  # n
 from peers import PEERS  # noqa: E402
 from random_checkpoint import make_checkpoint, prompt_ids  # noqa: E402
 
+from ninfer_jax import tables  # noqa: E402
+
 REFERENCE = "transformers"
 COMPARED = 16
 # Largest difference in nats. float32 sums in other orders differ by about 2e-5 here. Both quantised engines also round
@@ -44,7 +46,7 @@ COMPARED = 16
 TOLERANCE = {"float32": 2e-4, "w8": 5e-3, "q4": 5e-3, "q8_0": 0.5, "int4": 0.5}
 REOPENED = 512  # a session this long or shorter is cheap to fill anew in every turn, so that its depth stays what it is
 SETTLE = 0.1  # seconds between two peers' turns: for 5 to 35 ms threads of the one before still wait in a loop (measured)
-_console = Console(width=None if sys.stdout.isatty() else 130)
+_console = Console()
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def main() -> None:
         shown = Table(*head, title=TITLES[kind])
         for line in lines:
             shown.add_row(*line)
-        _console.print(shown)
+        tables.show(_console, shown)
     written = [options.out.with_suffix(".json"), options.out.with_suffix(".md")]
     written[0].write_text(json.dumps(facts | {"tokens_per_second": rates}, indent=1), encoding="utf-8")
     written[1].write_text(markdown(rates, facts), encoding="utf-8")

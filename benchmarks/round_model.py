@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ninfer_jax import tables
 from ninfer_jax.config import EngineConfig, recipe
 from ninfer_jax.programs.card import compile_program
 from ninfer_jax.programs.setup import model_of, resolve
@@ -40,7 +41,7 @@ GDN_LAYERS, ATTENTION_LAYERS, LAYERS, CONTEXT = 48, 16, 64, 262_144
 DEPTHS = (2_048, 32_768, 131_072, 235_000, 262_144)
 PREFILL_DEPTHS = (1_024, 6_144, 32_768, 131_072, 262_144)
 CHUNK = 1_024
-_console = Console(width=None if sys.stdout.isatty() else 120)
+_console = Console()
 
 # Of the MTP layer, whose weights are w8; beside it the cases that the lab has.
 MTP = (
@@ -231,7 +232,7 @@ def main() -> int:
         table.add_row(
             f"{depth:,}", f"{plain:.2f}", f"{1e3 / plain:.1f}", f"{drafted:.2f}", f"{options.accepted * 1e3 / drafted:.1f}"
         )
-    _console.print(table)
+    tables.show(_console, table)
     parts = model.verify_us(DEPTHS[0], 1)
     table = Table(title=f"Where a plain round goes, depth {DEPTHS[0]:,}", title_justify="left")
     table.add_column("part")
@@ -241,14 +242,14 @@ def main() -> int:
     table.add_row(
         f"beside it, with drafts: {options.draft} x MTP layer and head", f"{options.draft * model.draft_us(DEPTHS[0]) / 1e3:.2f}"
     )
-    _console.print(table)
+    tables.show(_console, table)
     table = Table(title="Prefill of a whole prompt, a floor", title_justify="left")
     table.add_column("prompt", justify="right")
     table.add_column("tok/s", justify="right")
     prefill = {tokens: model.prefill_rate(tokens) for tokens in PREFILL_DEPTHS}
     for tokens, rate in prefill.items():
         table.add_row(f"{tokens:,}", f"{rate:,.0f}")
-    _console.print(table)
+    tables.show(_console, table)
     published = beside_published(model) if options.draft == 3 else []
     if options.json:
         facts = {
@@ -281,7 +282,7 @@ def beside_published(model: Model) -> list[dict]:
             share = "" if p.share is None else f"{p.share:.1%}"
             table.add_row(f"{kind}: {p.what}", f"{p.depth:,}", share, f"{p.tok_s:,.1f}", f"{modelled:,.1f}")
             found.append({"kind": kind, **p._asdict(), "modelled": modelled})
-    _console.print(table)
+    tables.show(_console, table)
     return found
 
 

@@ -29,6 +29,7 @@ def main(
     thinking: Annotated[bool, typer.Option(help="Let the model reason first.")] = True,
 ) -> None:
     """Chat with a model."""
+    console.print("loading; a first start compiles its programs: seconds on a CPU, minutes for the 27B", style="dim")
     engine = Engine.load(model or tiny_path(), EngineConfig(context=context, draft=draft))
     params = engine.default_params(max_new_tokens=max_new)
     opening = [{"role": "system", "content": system}] if system else []

@@ -5,6 +5,7 @@ python examples/generate.py "HAMLET.\nTo be, or not to be"
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens that prompt and answer may have together.")] = 2048,
 ) -> None:
     """Continue a text."""
+    print("loading; a first start compiles its programs: seconds on a CPU, minutes for the 27B", file=sys.stderr)
     engine = Engine.load(model or tiny_path(), EngineConfig(context=context))
     # Top-k, top-p and the like are the checkpoint's own unless given here.
     params = engine.default_params(max_new_tokens=max_new, temperature=temperature, seed=seed)

@@ -8,6 +8,7 @@ the next-token distributions over a given text (in nats, from f32 to the format;
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,7 @@ def main(
     passage = text.read_text("utf-8") if text else TEXT
     reference = None
     table = Table("format", "bytes a token", "greedy tokens agreeing", "mean KL (nats)")
+    print("an engine for each format; a first start compiles its programs: seconds on a CPU, minutes for the 27B", file=sys.stderr)
     for name in ("f32", *(kv or FORMATS[1:])):
         engine = Engine.load(model or tiny_path(), EngineConfig(context=context, kv=name))
         ids = engine.tokenizer.encode(passage)

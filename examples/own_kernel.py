@@ -4,6 +4,7 @@ python examples/own_kernel.py
 """
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,10 @@ def main() -> None:
 
     # Then the real shape, compiled for a card that need not be here.
     shape = jax.ShapeDtypeStruct((1024, 5120), jnp.bfloat16)
-    report = inspect.report(squared_lengths, [shape], "rtx4090")
+    try:
+        report = inspect.report(squared_lengths, [shape], "rtx4090")
+    except RuntimeError as error:
+        sys.exit(f"not compiled: {error}")
     kernel = report.kernels["squared_lengths"]
     print(f"{kernel.registers} registers, {kernel.spill_bytes} bytes spilled, {kernel.smem_bytes} of shared memory")
     print(f"{kernel.blocks_per_sm(report.target)} blocks on an SM, occupancy {kernel.occupancy(report.target):.0%}")

@@ -8,6 +8,7 @@ whose weights have to be read from memory every round.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,7 @@ def main(
     """Generate with drafts and without, and compare."""
     params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_new, ignore_eos=True)
     allocator.reserve(None)  # of a GPU all that is free: the second engine is larger than the first
+    print("two engines; a first start compiles its programs: seconds on a CPU, minutes for the 27B", file=sys.stderr)
     plain, drafted = (complete(model or tiny_path(), k, context, prompt, params) for k in (0, draft))
 
     table = Table("", "plain", f"draft {draft}")

@@ -6,7 +6,6 @@ import csv
 import io
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from ninfer_jax.bench.results import Row, Spread
@@ -45,12 +44,6 @@ def table(rows: Sequence[Row]) -> Table:
             _spread(row.energy, digits=3),
         )
     return made
-
-
-def show(console: Console, made: Table) -> None:
-    """Print in full width, to which the console is set: in a narrower terminal lines wrap, but no figure is cut off."""
-    console.width = max(console.width, Console(width=10_000).measure(made).maximum)
-    console.print(made)
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:

@@ -16,6 +16,7 @@ from ninfer_jax.cli import common
 from ninfer_jax.config import MAX_DRAFT, MAX_SLOTS, EngineConfig
 from ninfer_jax.files import new_directory, new_file
 from ninfer_jax.models import checked, short_name
+from ninfer_jax.tables import show as show_table
 
 if TYPE_CHECKING:
     from ninfer_jax.bench.results import Row
@@ -151,11 +152,11 @@ def _run(
 
         rows = Bench(settings, device.versions(), text, load, results, bar.tell, bar.row).run(groups)
     out = Console(highlight=False, emoji=False)
-    report.show(out, report.table(rows))
+    show_table(out, report.table(rows))
     for line in report.refusals(rows):
         console.print(line, markup=False, soft_wrap=True)
     if files.compare:
-        report.show(out, report.compare(rows, old, files.compare.name))
+        show_table(out, report.compare(rows, old, files.compare.name))
         for line in report.differences(rows, old):
             out.print(f"differs: {line}", markup=False, soft_wrap=True)
     _write(console, rows, files)

@@ -22,6 +22,7 @@ from ninfer_jax.config import EngineConfig
 from ninfer_jax.config.engine import DRAFTERS
 from ninfer_jax.files import new_directory, new_file, read_text
 from ninfer_jax.models import checked
+from ninfer_jax.tables import show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -332,7 +333,7 @@ def _show(console: Console, title: str, rows: list[dict], columns: tuple[str, ..
         table.add_column("worst state error" if name == "state_error" else name.replace("_", " "), justify="right")
     for row in rows:
         table.add_row(*(_cell(max(row[name]) if name == "state_error" else row[name]) for name in columns))
-    console.print(table)
+    show(console, table)
 
 
 def _cell(value: Any) -> str:

@@ -97,7 +97,7 @@ class Inputs:
 
 
 def read(measure_disk: bool = True) -> Inputs:
-    """This machine, as it describes itself. Starts no JAX; writes and removes a file of 64 MiB beside the cache if `measure_disk`."""
+    """This machine, as it describes itself. Starts no JAX; writes and removes 64 MiB beside the cache if `measure_disk`."""
     kernel = _text("/proc/version") or platform.version()
     cards, error = _smi("gpu", CARD_FIELDS)
     place = _existing(kept_files.base())

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ninfer_jax.bench import plots, report
 from ninfer_jax.bench.results import Row, Spread
+from ninfer_jax.tables import show
 
 
 def shown(table) -> str:
@@ -80,7 +81,7 @@ def test_nothing_is_cut_off_in_a_narrow_terminal(row):
         times=((300.0, 2.0), (99.5, 1.5), (400.0, 1.9)),
         energy=9999.9,
     )
-    report.show(console, report.table([long]))
+    show(console, report.table([long]))
     (line,) = (line for line in console.file.getvalue().splitlines() if line.startswith("│"))
     assert [cell.strip() for cell in line.split("│")[1:-1]] == [
         "262000",
