@@ -24,7 +24,7 @@ def show(console: Console, table: Table) -> None:
 def _records(console: Console, table: Table) -> None:
     """Row after row, each figure behind the name of its column; empty ones are left out."""
     if table.title:
-        _line(console, table.title)
+        _line(console, _flat(table.title))
     heads = [_flat(column.header) for column in table.columns]
     width = max(map(len, heads), default=0)
     for row in zip(*(column.cells for column in table.columns), strict=True):
@@ -34,14 +34,14 @@ def _records(console: Console, table: Table) -> None:
                 _line(console, f"{head:{width}s}  {cell}")
     if table.caption:
         console.print()
-        _line(console, table.caption)
+        _line(console, _flat(table.caption))
 
 
-def _line(console: Console, content: object) -> None:
-    console.print(content if isinstance(content, Text) else _flat(content), markup=False, soft_wrap=True)
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def _flat(content: object) -> str:
-    """What a cell or a head says, on one line."""
+    """The words of a cell or a head, on one line."""
     text = content.plain if isinstance(content, Text) else str(content)
     return " ".join(text.split())

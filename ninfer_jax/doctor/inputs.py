@@ -133,7 +133,7 @@ def _versions() -> dict[str, str]:
 
 
 def _smi(what: str, fields: tuple[str, ...]) -> tuple[str | None, str]:
-    """What nvidia-smi prints, and what it says where it fails."""
+    """The output of nvidia-smi, and what it says where it fails."""
     command = shutil.which("nvidia-smi") or (
         "/usr/lib/wsl/lib/nvidia-smi" if Path("/usr/lib/wsl/lib/nvidia-smi").exists() else None
     )
