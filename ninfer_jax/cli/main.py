@@ -8,13 +8,14 @@ import typer
 
 from ninfer_jax import __version__
 from ninfer_jax.cli.bench import bench
+from ninfer_jax.cli.bench_startup import startup
 from ninfer_jax.cli.convert import convert
 from ninfer_jax.cli.doctor import doctor
 from ninfer_jax.cli.evaluate import evaluate
 from ninfer_jax.cli.generate import generate
 from ninfer_jax.cli.launch import launch
 from ninfer_jax.cli.models import models
-from ninfer_jax.cli.one_line import OneLineErrors
+from ninfer_jax.cli.one_line import OneLineErrors, WithDefault
 from ninfer_jax.cli.plan import compile_programs, plan
 from ninfer_jax.cli.serve import serve
 
@@ -25,6 +26,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+benches = typer.Typer(
+    cls=WithDefault,
+    help="Measure a model: `bench MODEL` its speed over many shapes (`bench MODEL --help`), `bench startup MODEL` its start.",
+    no_args_is_help=True,
+)
+benches.command("run")(bench)
+benches.command()(startup)
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,7 +58,7 @@ app.command()(launch)
 app.command()(convert)
 app.command()(plan)
 app.command("compile")(compile_programs)
-app.command()(bench)
+app.add_typer(benches, name="bench")
 app.command("eval")(evaluate)
 app.command()(doctor)
 app.add_typer(models, name="models")

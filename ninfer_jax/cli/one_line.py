@@ -11,6 +11,17 @@ from ninfer_jax.cli.common import INTERRUPTED
 from ninfer_jax.files import printable
 
 
+class WithDefault(TyperGroup):
+    """Commands of which one is meant where none of their names comes first: `bench MODEL` is `bench run MODEL`."""
+
+    default = "run"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
 class OneLineErrors(TyperGroup):
     """Commands whose parse errors are `error: ...; see ... --help` instead of usage and a box of several lines."""
 
