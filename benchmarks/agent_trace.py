@@ -31,7 +31,7 @@ from ninfer_jax.decoding import SamplingParams  # noqa: E402
 from ninfer_jax.engine import Engine  # noqa: E402
 from ninfer_jax.engine.prefixes import NoPrefixes  # noqa: E402
 
-CONFIG = EngineConfig(context=16_384, draft=3, kv="rk4v4-e8", prefill_chunk=256, prefix_cache="exact", cache_bytes=2 << 30)
+CONFIG = EngineConfig(context=16_384, slots=1, draft=3, kv="rk4v4-e8", prefill_chunk=256, prefix_cache="exact", cache_bytes=2 << 30)
 TURNS, ANSWER = 30, 48
 FORK, COMPACTION, EDITS = 11, 19, (6, 15, 23, 27)
 CACHED, SOONER = 0.9, 10  # what it must show: share of tokens from the cache, and times sooner at the end,

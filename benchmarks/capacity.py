@@ -36,7 +36,7 @@ class Stepper:
     """One completion in one engine, advanced a decode step at a time."""
 
     def __init__(self, model: Path, capacity: int, kv: str):
-        self.engine = Engine.load(model, EngineConfig(context=capacity, kv=kv, draft=0))
+        self.engine = Engine.load(model, EngineConfig(context=capacity, slots=1, kv=kv, draft=0))
         self._vocab = self.engine.tokenizer.vocab_size
         self._stream = None
 

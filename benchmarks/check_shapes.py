@@ -94,11 +94,12 @@ def go_through(folder: Path, options: argparse.Namespace, steps: list[Step]) -> 
     conversion = (cli, "convert", str(source), str(artifact), "--recipe", options.recipe)
     converted = step(f"convert {options.recipe}", *conversion, note="{rate:.0f} MB/s of BF16")
     shapes = ["--context", "256", "--prefill-chunk", "64", "--dtype", options.dtype, "--kv", "f32"]
-    planned = json.loads(step("plan", cli, "plan", str(artifact), "--target", "cpu", "--draft", "3", *shapes, "--json").out)
+    asked = ("plan", str(artifact), "--target", "cpu", "--draft", "3", *shapes, "--compiled", "--json")
+    planned = json.loads(step("plan", cli, *asked).out)
     need = planned["total_bytes"] - planned["executables_bytes"]
     steps[-1] = dataclasses.replace(steps[-1], note=f"{need / 1e9:.2f} GB for {options.dtype} on a CPU")
     request = ("--prompt", PROMPT, "--greedy", "--max-new", str(MAX_NEW), "--json")
-    plain = json.loads(step("generate, no drafts", cli, "generate", str(artifact), *request, *shapes).out)["tokens"]
+    plain = json.loads(step("generate, no drafts", cli, "generate", str(artifact), *request, *shapes, "--draft", "0").out)["tokens"]
     named = min(config["vocab_size"], 1024 if options.miniature else 248_077)
     np.save(ids, np.random.default_rng(SEED).integers(0, named, TOKENS))
     files = (str(artifact), str(ids), str(engine))

@@ -169,7 +169,7 @@ def main() -> int:
     found, context = {}, 2 * EDITED + PROMPT
     for drafter in DRAFTERS:
         start = time.monotonic()
-        engine = Engine.load(tiny_path(), EngineConfig(context=context, kv="f32", draft=MAX_DRAFT, drafter=drafter))
+        engine = Engine.load(tiny_path(), EngineConfig(context=context, slots=1, kv="f32", draft=MAX_DRAFT, drafter=drafter))
         texts = {name: "".join(d.text for d in corpus.heldout if d.kind == kind) for name, kind in KINDS.items()}
         ids = {name: engine.tokenizer.encode(text) for name, text in texts.items()}
         given = list(cases(ids, engine, options.prompts, options.new))

@@ -48,7 +48,7 @@ class Ninfer:
         from ninfer_jax.engine import Engine
 
         model = checkpoint if weights == "float32" else artifact_folder(checkpoint, weights)
-        self._engine = Engine.load(model, EngineConfig(context=context, kv="f32", dtype="float32", draft=0))
+        self._engine = Engine.load(model, EngineConfig(context=context, slots=1, kv="f32", dtype="float32", draft=0))
         self._session = None
         self.versions = {"jax": jax.__version__}
 

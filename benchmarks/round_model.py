@@ -74,7 +74,7 @@ def timed(card: targets.Target, row: rows.Row, share: float = 1.0) -> Timed:
 def compiled_steps(program: str, target: str, kv: str) -> int:
     """Launches and copies of a program of the 27B for one slot without drafts, compiled; a round's when it draws greedily."""
     model, named = model_of(MODEL)
-    setup = resolve(model, named, EngineConfig(context=CONTEXT, draft=0, kv=kv, prefill_chunk=CHUNK), "cuda", recipe("q4"))
+    setup = resolve(model, named, EngineConfig(context=CONTEXT, slots=1, draft=0, kv=kv, prefill_chunk=CHUNK), "cuda", recipe("q4"))
     return compile_program(program, setup.programs().source(program), target)[1].shortest
 
 

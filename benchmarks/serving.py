@@ -61,7 +61,7 @@ def main() -> None:
     from ninfer_jax.server import Service, Settings
     from ninfer_jax.server.process import listen, serve_in
 
-    config = EngineConfig(context=1024, prefill_chunk=64, draft=options.draft, prefix_cache="off")
+    config = EngineConfig(context=1024, slots=1, prefill_chunk=64, draft=options.draft, prefix_cache="off")
     engine = AsyncEngine.open(options.model, config)
     prompt = engine.text.tokenizer.encode("ROMEO.\nHow now, what news?")
     with listen("127.0.0.1", 0) as listening:

@@ -48,7 +48,7 @@ def main(
     table = Table("format", "bytes a token", "greedy tokens agreeing", "mean KL (nats)")
     print("an engine for each format; a first start compiles its programs: seconds on a CPU, minutes for the 27B", file=sys.stderr)
     for name in ("f32", *(kv or FORMATS[1:])):
-        engine = Engine.load(model or tiny_path(), EngineConfig(context=context, kv=name))
+        engine = Engine.load(model or tiny_path(), EngineConfig(context=context, kv=name, slots=1, draft=0))
         ids = engine.tokenizer.encode(passage)
         answer = engine.generate(ids[: len(ids) // 2], SamplingParams(temperature=0, max_new_tokens=max_new, ignore_eos=True))
         logprobs = log_softmax(engine.score(ids)[:, : engine.tokenizer.vocab_size])

@@ -35,6 +35,14 @@ def card_memory() -> tuple[int, int] | None:
         cuda.cuDevicePrimaryCtxRelease_v2(device)
 
 
+def card_name() -> str | None:
+    """The first visible card's name by its driver ("NVIDIA GeForce RTX 4090"); None where there is none."""
+    cuda, device, name = _library(), ctypes.c_int(), ctypes.create_string_buffer(256)
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0) or cuda.cuDeviceGetName(name, 256, device):
+        return None
+    return name.value.decode(errors="replace")
+
+
 def _library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL("libcuda.so.1")

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 # Tests write nothing into the home of who runs them, nor does what they start; JAX's cache keeps their programs.
 os.environ["NINFER_JAX_PROGRAM_CACHE"] = "off"
 
-PLAIN = dict(context=512, prefill_chunk=64, kv="f32")
+PLAIN = dict(context=512, prefill_chunk=64, kv="f32", slots=1, draft=0)
 DRAFTING = PLAIN | dict(slots=2, draft=3)
 # The same two kinds of a model without language.
-MICRO = dict(context=256, prefill_chunk=64, kv="f32")
+MICRO = dict(context=256, prefill_chunk=64, kv="f32", slots=1, draft=0)
 MICRO_DRAFTING = MICRO | dict(slots=2, draft=1)
 
 # Files and folders whose tests share what has been compiled -> one group, which stays in one process. The longest come first,

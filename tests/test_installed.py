@@ -100,7 +100,7 @@ from ninfer_jax.programs.provenance import code_digest
 from ninfer_jax.programs.setup import model_of
 
 model_of("tiny")
-engine = Engine.load(tiny_path(), EngineConfig(context=64, prefill_chunk=64))
+engine = Engine.load(tiny_path(), EngineConfig(context=64, prefill_chunk=64, draft=0))
 print(ninfer_jax.__file__, pallas_kernels.__file__, tiny_path(), code_digest(), sep="\\n")
 print(len(engine.generate("ROMEO.", SamplingParams(temperature=0, max_new_tokens=2)).tokens), engine.compilations)
 """

@@ -86,6 +86,8 @@ def test_the_bundled_model_is_package_data(tmp_path):
         assert (tmp_path / "lib/ninfer_jax/tiny" / name).is_file(), name
     for file in (ROOT / "ninfer_jax/server/page").iterdir():
         assert (tmp_path / "lib/ninfer_jax/server/page" / file.name).is_file(), file.name
+    for name in ("profiles.toml", "recorded.json"):
+        assert (tmp_path / "lib/ninfer_jax/planning" / name).is_file(), name
     for package in ("ninfer_jax", "pallas_kernels"):
         assert (tmp_path / "lib" / package / "py.typed").is_file(), f"{package} installs without its types"
 
@@ -107,6 +109,7 @@ def test_extras():
         "aot",
         "triton",
         "server",
+        "nvml",
         "test-kernels",
         "test-cards",
         "test",

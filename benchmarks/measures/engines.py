@@ -49,7 +49,7 @@ def collapsed_pages() -> Iterator[None]:
 
 
 def load(kv: str, draft: int) -> Engine:
-    return Engine.load(tiny_path(), EngineConfig(context=CONTEXT, kv="f32" if kv == COLLAPSED else kv, draft=draft))
+    return Engine.load(tiny_path(), EngineConfig(context=CONTEXT, slots=1, kv="f32" if kv == COLLAPSED else kv, draft=draft))
 
 
 def both_texts(engine: Engine, options: argparse.Namespace, plays: str, code: str) -> list[int]:

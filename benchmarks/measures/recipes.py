@@ -75,7 +75,7 @@ def by_recipe(options: argparse.Namespace, plays: str, code: str) -> list[dict]:
             with _artifact(recipe) as path:
                 for kv in formats:
                     whole = kv == REFERENCE
-                    engine = Engine.load(path, EngineConfig(context=WINDOW, kv=kv, draft=3 if whole else 0))
+                    engine = Engine.load(path, EngineConfig(context=WINDOW, slots=1, kv=kv, draft=3 if whole else 0))
                     ids = both_texts(engine, options, plays, code)
                     nats = -perplexity.token_logprobs(engine, ids, WINDOW, STRIDE)
                     first = nats if first is None else first
@@ -126,7 +126,7 @@ def _logprobs(engine: Engine, ids: list[int]) -> np.ndarray:
 @contextmanager
 def _engine(recipe: Recipe, draft: int) -> Iterator[Engine]:
     with _artifact(recipe) as path:
-        yield Engine.load(path, EngineConfig(context=WINDOW, kv=REFERENCE, draft=draft))
+        yield Engine.load(path, EngineConfig(context=WINDOW, slots=1, kv=REFERENCE, draft=draft))
 
 
 @contextmanager

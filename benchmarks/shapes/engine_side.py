@@ -17,7 +17,7 @@ DRAFT, CONTEXT, CHUNK = 3, 256, 64
 
 def main(artifact: str, ids: str, out: str, dtype: str, max_new: str, prompt: str) -> None:
     tokens, began = np.load(ids).tolist(), time.perf_counter()
-    engine = Engine.load(artifact, EngineConfig(context=CONTEXT, prefill_chunk=CHUNK, draft=DRAFT, dtype=dtype, kv="f32"))
+    engine = Engine.load(artifact, EngineConfig(context=CONTEXT, slots=1, prefill_chunk=CHUNK, draft=DRAFT, dtype=dtype, kv="f32"))
     loaded = time.perf_counter()
     greedy = SamplingParams(temperature=0, max_new_tokens=1, ignore_eos=True)
     (first,) = engine.generate(tokens, greedy).tokens

@@ -21,7 +21,7 @@ SEED = 1
 def main(artifact: str, context: str, draft: str, prompt: str, max_new: str) -> None:
     began = time.perf_counter()
     # The digests of what was just written are left out: they say nothing about speed.
-    engine = Engine.load(artifact, EngineConfig(context=int(context), draft=int(draft), kernels="cpu"), verify=False)
+    engine = Engine.load(artifact, EngineConfig(context=int(context), slots=1, draft=int(draft), kernels="cpu"), verify=False)
     loaded = time.perf_counter()
     ids = np.random.default_rng(SEED).integers(0, engine.tokenizer.vocab_size, int(prompt)).tolist()
     greedy = SamplingParams(temperature=0, max_new_tokens=int(max_new), ignore_eos=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from ninfer_jax.cli import common
+from ninfer_jax.cli.settings import tell_choice, with_profile
 from ninfer_jax.config import MAX_DRAFT, MAX_SLOTS, EngineConfig
 from ninfer_jax.files import new_directory, new_file
 from ninfer_jax.models import checked, short_name
@@ -20,22 +21,25 @@ from ninfer_jax.tables import show as show_table
 
 if TYPE_CHECKING:
     from ninfer_jax.bench.results import Row
+    from ninfer_jax.config import ModelConfig
+    from ninfer_jax.planning.choose import Choice
 
 _Option = typer.Option
 _MANY = "several by commas"
 
 
 def bench(
+    ctx: typer.Context,
     model: common.Model,
     prompt: Annotated[str, _Option(help=f"Prompt tokens that are timed; {_MANY}.")] = "512",
     gen: Annotated[str, _Option(help=f"Tokens to generate, the prefill's own first one included; {_MANY}.")] = "128",
     depth: Annotated[
         str, _Option(help=f"Tokens filled before the prompt, untimed, multiples of the prefill chunk; {_MANY}.")
     ] = "0",
-    kv: Annotated[str | None, _Option(help=f"KV formats {common.KV_FORMATS}; {_MANY}.")] = None,
-    draft: Annotated[str, _Option(help=f"K, tokens that are drafted a round, 0 to {MAX_DRAFT}; {_MANY}.")] = "0",
+    kv: Annotated[str | None, _Option(help=f"KV formats {common.KV_FORMATS}; {_MANY}.", show_default="auto")] = None,
+    draft: Annotated[str, _Option(help=f"K, tokens that are drafted a round, 0 to {MAX_DRAFT}; {_MANY}.")] = "auto",
     drafter: common.Drafter = "mtp",
-    slots: Annotated[str, _Option(help=f"Sequences side by side, 1 to {MAX_SLOTS}; {_MANY}.")] = "1",
+    slots: Annotated[str, _Option(help=f"Sequences side by side, 1 to {MAX_SLOTS}; {_MANY}.")] = "auto",
     repeats: Annotated[int, _Option(help="Timed runs of a cell.")] = 5,
     warmup: Annotated[int, _Option(help="Untimed runs of a cell before.")] = 1,
     corpus: Annotated[
@@ -45,6 +49,7 @@ def bench(
         str | None, _Option(help=f"Capacity of a slot; default: the largest need of an engine's cells; {_MANY}.")
     ] = None,
     prefill_chunk: common.Chunk = None,
+    profile: common.Profile = None,
     dtype: common.Dtype = "auto",
     kernels: common.Kernels = "auto",
     no_verify: common.NoVerify = False,
@@ -61,15 +66,23 @@ def bench(
 ) -> None:
     """Measure prefill, decode, first token, drafts, memory and energy over every combination of the lists."""
     console = common.stderr_console()
-    with common.one_line_errors(console):
-        given = {"prompt": prompt, "gen": gen, "depth": depth, "draft": draft, "slots": slots}
+    with common.one_line_errors(console, context=ctx):
+        engine = {"kv": kv, "draft": draft, "slots": slots, "context": context}
+        engine |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels, "drafter": drafter}
+        engine = with_profile(ctx, profile, engine)
+        given = {"prompt": prompt, "gen": gen, "depth": depth}
         lists: dict[str, list] = {name: _integers(name, text) for name, text in given.items()}
-        lists["context"] = [None] if context is None else _integers("context", context)
+        for name in ("draft", "slots", "context"):
+            text = "auto" if engine[name] is None else str(engine.pop(name, None))
+            lists[name] = [None] if text == "auto" else _integers(name, text)
+        kv = engine["kv"]
         checked(model)
         files = _Files(json_file, resume, csv_file, plot, compare)
-        shapes = {"warmup": warmup, "repeats": repeats, "prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
-        EngineConfig(draft=max(lists["draft"]), drafter=drafter)  # a mistake should not wait for the corpus
-        shapes["drafter"] = drafter
+        shapes = {"warmup": warmup, "repeats": repeats}
+        shapes |= {name: engine[name] for name in ("prefill_chunk", "dtype", "kernels", "drafter")}
+        EngineConfig(
+            draft=max((k for k in lists["draft"] if k is not None), default=None), drafter=shapes["drafter"]
+        )  # a mistake should not wait for the corpus
         _run(console, model, lists, kv, shapes, corpus, files, not no_verify)
 
 
@@ -108,21 +121,24 @@ def _run(
     from ninfer_jax.config import ModelConfig
     from ninfer_jax.engine import Engine, allocator
     from ninfer_jax.engine.prepared import prepared
-    from ninfer_jax.programs.plan import page_bytes
+    from ninfer_jax.planning import sizes
     from ninfer_jax.programs.setup import resolve
     from ninfer_jax.text import Tokenizer
 
-    engine = EngineConfig(**{field: shapes[field] for field in ("prefill_chunk", "dtype", "kernels")})
     with common.stages(console) as show:
         path = prepared(model, say=common.teller(console), tell=show)
     geometry, tokenizer = ModelConfig.from_hf(path), Tokenizer.from_dir(path)
     allocator.reserve(None)  # before the next line starts JAX: engines of several sizes follow one another
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
-    setup = resolve(geometry, tokenizer.vocab_size, engine, platform)
+    found = _chosen(path, geometry, lists, kv, shapes, platform)
+    setup = resolve(geometry, tokenizer.vocab_size, found.config, platform, found.recipe)
+    tell_choice(console, found)
     shapes["prefill_chunk"] = setup.chunk
     if platform == "cpu":
         shapes["kernels"] = setup.kernels  # rows of other kernels are no rows of these
-    formats = _items("kv", kv) if kv is not None else [setup.shape.kv]
+    formats = _items("kv", kv) if kv not in (None, "auto") else [setup.shape.kv]
+    for name in ("draft", "slots"):
+        lists[name] = [getattr(found.config, name) if value is None else value for value in lists[name]]
     wanted = matrix.cells(
         prompts=lists["prompt"],
         gens=lists["gen"],
@@ -133,7 +149,7 @@ def _run(
         contexts=lists["context"],
         chunk=setup.chunk,
     )
-    groups = matrix.by_engine(wanted, lambda group: page_bytes(geometry, group.kv, group.draft > 0) * group.capacity * group.slots)
+    groups = matrix.by_engine(wanted, lambda group: sizes.page(geometry, group.kv, group.draft > 0) * group.capacity * group.slots)
     settings = Settings(short_name(model), device.fingerprint(path), "", **shapes)
     old = read_rows(files.compare) if files.compare else []
     results = Results(files.json, read_rows(files.json) if files.json and files.resume and files.json.exists() else ())
@@ -162,6 +178,26 @@ def _run(
     _write(console, rows, files)
     if all(row.refused for row in rows):
         raise ValueError("every cell was refused")
+
+
+def _chosen(path: Path, geometry: ModelConfig, lists: dict[str, list], kv: str | None, shapes: dict, platform: str) -> Choice:
+    """A choice of formats, drafts and slots where the cells leave them open, as an engine of the model has it; contexts are what
+    cells need."""
+    import jax
+
+    from ninfer_jax.engine.memory import free_bytes
+    from ninfer_jax.planning.budget import Place
+    from ninfer_jax.planning.choose import choose
+    from ninfer_jax.planning.known import known_of
+
+    def only(values: list) -> Any:
+        return values[0] if len(values) == 1 else max(values)
+
+    known, device = known_of(path), jax.devices()[0]
+    fields = {name: only(lists[name]) for name in ("draft", "slots", "context")}
+    fields["kv"] = kv if kv is None or "," not in kv else _items("kv", kv)[0]
+    config = EngineConfig(**fields, **{name: shapes[name] for name in ("prefill_chunk", "dtype", "kernels", "drafter")})
+    return choose(geometry, config, Place(platform, device.device_kind, free_bytes(device)), known.recipe, known.drafts)
 
 
 def _write(console: Console, rows: list[Row], files: _Files) -> None:

@@ -17,10 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ninfer_jax.cli.entry import INTERRUPTED
+from ninfer_jax.cli.settings import tell_commands
 from ninfer_jax.config import MAX_CONTEXT, MAX_DRAFT, MAX_SLOTS, PRESETS, RECIPES
 from ninfer_jax.config.engine import CACHE_MODES, DRAFTERS, DTYPES, KERNELS
 from ninfer_jax.files import printable
 from ninfer_jax.model_path import TINY
+from ninfer_jax.planning.nearest import DoesNotFit
 from pallas_kernels.kv_formats import FORMATS, PAGE
 
 REFUSED = 1
@@ -44,20 +46,36 @@ def path_option(help: str, *names: str, metavar: str = "FILE") -> typer.models.O
     return _Option(*names, help=help, metavar=metavar, parser=a_path)
 
 
+def auto_number(text: str) -> int | None:
+    """A whole number, None for "auto"."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a valid integer") from None
+
+
+def _auto_option(help: str) -> typer.models.OptionInfo:
+    return _Option(help=help, metavar="INTEGER", parser=auto_number, show_default="auto")
+
+
 Model = Annotated[
     str,
     typer.Argument(
         help=f"A directory, a GGUF file, a Hub id (org/name, org/name@revision, org/name:FILE.gguf), or `{TINY}`, the bundled one."
     ),
 ]
-Context = Annotated[int | None, _Option(help=f"Capacity of a slot in tokens; default: the model's own, up to {MAX_CONTEXT}.")]
-Kv = Annotated[str | None, _Option(help=f"KV format: {KV_FORMATS}.")]
-Draft = Annotated[int, _Option(help=f"K, tokens that are drafted a round, 0 to {MAX_DRAFT}.")]
+Context = Annotated[int | None, _auto_option(f"Capacity of a slot in tokens, up to {MAX_CONTEXT}.")]
+Kv = Annotated[str | None, _Option(help=f"KV format: {KV_FORMATS}.", show_default="auto")]
+Draft = Annotated[int | None, _auto_option(f"K, tokens that are drafted a round, 0 to {MAX_DRAFT}.")]
 Drafter = Annotated[str, _Option(help=f"Who drafts: {', '.join(f'{name} ({words})' for name, words in DRAFTERS.items())}.")]
-Slots = Annotated[int, _Option(help=f"Sequences side by side, 1 to {MAX_SLOTS}.")]
-Pool = Annotated[int | None, _Option(help="Tokens that all slots share; default: every slot its whole context.")]
-Chunk = Annotated[
-    int | None, _Option(help=f"Tokens of one prefill call, a multiple of {PAGE}; default: 1024 on a card, 512 on a CPU.")
+Slots = Annotated[int | None, _auto_option(f"Sequences side by side, 1 to {MAX_SLOTS}.")]
+Pool = Annotated[int | None, _auto_option("Tokens that all slots share: every slot its whole context, or what fits.")]
+Chunk = Annotated[int | None, _auto_option(f"Tokens of one prefill call, a multiple of {PAGE}.")]
+Profile = Annotated[
+    str | None,
+    _Option(help="A named configuration (docs/defaults.md): full, team, or one of yours. Options that are given go before it."),
 ]
 Dtype = Annotated[str, _Option(help=f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")]
 Kernels = Annotated[str, _Option(help=f"On a CPU: {', '.join(f'{name} ({words})' for name, words in KERNELS.items())}.")]
@@ -91,9 +109,12 @@ def stderr_console() -> Console:
 
 
 @contextmanager
-def one_line_errors(console: Console, interrupted: str = "", also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def one_line_errors(
+    console: Console, interrupted: str = "", also: tuple[type[Exception], ...] = (), context: typer.Context | None = None
+) -> Iterator[None]:
     """Turns what a user can mend into one line on stderr and its exit code. interrupted: what to say after Ctrl-C. also:
-    exceptions beside ValueError and OSError that are no faults of the program's."""
+    exceptions beside ValueError and OSError that are no faults of the program's. context: of the command; what does not fit is
+    followed by commands that would."""
     try:
         yield
     except BrokenPipeError:
@@ -102,6 +123,8 @@ def one_line_errors(console: Console, interrupted: str = "", also: tuple[type[Ex
         raise typer.Exit(REFUSED) from None
     except (ValueError, OSError, *also) as error:
         tell_error(console, str(error))
+        if context is not None and isinstance(error, DoesNotFit):
+            tell_commands(console, context, error.changes)
         raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
         if interrupted:

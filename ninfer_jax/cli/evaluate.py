@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ninfer_jax.cli import common
+from ninfer_jax.cli.settings import with_profile
 from ninfer_jax.config import EngineConfig
 from ninfer_jax.config.engine import DRAFTERS
 from ninfer_jax.files import new_directory, new_file, read_text
@@ -52,6 +53,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def evaluate(
+    ctx: typer.Context,
     model: common.Model,
     measure: Annotated[Measure, typer.Argument(help=_MEASURES)],
     text: Annotated[Path, common.path_option("A UTF-8 text file to measure on.")],
@@ -77,6 +79,7 @@ def evaluate(
     prompt_tokens: Annotated[int | None, _Option(min=1, help="acceptance: tokens before each.")] = None,
     max_new: Annotated[int | None, _Option(min=1, help="acceptance: tokens of each.")] = None,
     prefill_chunk: common.Chunk = None,
+    profile: common.Profile = None,
     dtype: common.Dtype = "auto",
     kernels: common.Kernels = "auto",
     no_verify: common.NoVerify = False,
@@ -103,8 +106,11 @@ def evaluate(
         prompt_tokens=prompt_tokens,
         max_new=max_new,
     )
-    with common.one_line_errors(console):
+    with common.one_line_errors(console, context=ctx):
         options = _options(measure.value, given)
+        shapes = {"kv": kv, "prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
+        shapes = with_profile(ctx, profile, shapes)
+        kv = shapes.pop("kv")
         formats: list[str | None] = [name.strip() for name in kv.split(",")] if kv else [None]
         checked(model)
         if against:
@@ -114,7 +120,6 @@ def evaluate(
         if plot is not None:
             new_directory(plot, label="--plot ")
         content = read_text(text, label="--text ")
-        shapes = {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels}
         job = Job(console, _ready(console, model), content, formats, shapes, not no_verify)
         rows = MEASURES[measure.value](job, options, plot)
         about = {
@@ -194,7 +199,7 @@ class Job:
         from ninfer_jax.engine import Engine
 
         gc.collect()  # the engine before is part of a cycle; a card has no room for both
-        config = EngineConfig(context=context, kv=kv, draft=draft, drafter=drafter, **self._shapes)
+        config = EngineConfig(context=context, kv=kv, draft=draft, drafter=drafter, slots=1, **self._shapes)
         with self.progress(f"loading, kv {kv or 'auto'}, draft {draft}") as tell:
             engine = Engine.load(
                 path or self.path, config, verify=self._verify, progress=lambda stage, done, total: tell(done, total)

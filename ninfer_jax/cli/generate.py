@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TaskProgressColumn, TextColumn
 
 from ninfer_jax.cli import common
+from ninfer_jax.cli.settings import tell_choice, with_profile
 from ninfer_jax.files import chunks_of, decoded, directory, lone_surrogate, read_json
 from ninfer_jax.models import checked, short_name
 
@@ -25,6 +26,7 @@ _Option = typer.Option
 
 
 def generate(
+    ctx: typer.Context,
     model: common.Model,
     source: Annotated[str | None, typer.Argument(metavar="[-]", help="`-` reads the prompt from stdin.")] = None,
     prompt: Annotated[str | None, _Option(help="Raw text to continue.")] = None,
@@ -37,11 +39,12 @@ def generate(
     top_p: Annotated[float | None, _Option(help="Default: the checkpoint's own.")] = None,
     min_p: Annotated[float | None, _Option(help="Default: the checkpoint's own.")] = None,
     no_thinking: Annotated[bool, _Option("--no-thinking", help="With --messages: answer without reasoning.")] = False,
+    profile: common.Profile = None,
     context: common.Context = None,
     kv: common.Kv = None,
-    draft: common.Draft = 0,
+    draft: common.Draft = None,
     drafter: common.Drafter = "mtp",
-    slots: common.Slots = 1,
+    slots: common.Slots = None,
     dtype: common.Dtype = "auto",
     kernels: common.Kernels = "auto",
     pool: common.Pool = None,
@@ -67,7 +70,7 @@ def generate(
 ) -> None:
     """Complete a prompt, or answer messages."""
     console = common.stderr_console()
-    with common.one_line_errors(console):
+    with common.one_line_errors(console, context=ctx):
         checked(model)  # a mistake should not wait for JAX
         if programs is not None:
             directory(programs, label="--programs ")
@@ -96,11 +99,14 @@ def generate(
             "pool": pool,
             "prefill_chunk": prefill_chunk,
             "tokenizer": None if no_tokenizer else "auto",
-            "prefix_cache": "exact" if session is not None and prefix_cache == "auto" else prefix_cache,
+            "prefix_cache": prefix_cache,
             "program_cache": "off" if no_program_cache else "auto",
             **common.cache_settings(cache_bytes, cache_dir, cache_dir_bytes),
         }
-        if session is not None and prefix_cache == "off":
+        shapes = with_profile(ctx, profile, shapes)
+        if session is not None and shapes["prefix_cache"] == "auto":
+            shapes["prefix_cache"] = "exact"
+        if session is not None and shapes["prefix_cache"] == "off":
             raise ValueError("--session needs the prefix cache, --prefix-cache is off: leave one of them out")
         options = {"enable_thinking": False} if no_thinking else {}
         given_sampling = {name: value for name, value in sampling.items() if value is not None}
@@ -209,6 +215,7 @@ def _answer(
     stream = engine.stream(given, params, on_prefill=lambda done, total: bar.update(task, completed=done, total=total), **options)
     # Only now: a request that is refused gets its one line and nothing else.
     common.tell_notes(console, engine.notes)
+    tell_choice(console, engine.choice)
     console.print(header, style="dim", soft_wrap=True, markup=False)
     with bar:
         first = next(stream)
@@ -246,6 +253,7 @@ def _as_json(engine: Engine, completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "prompt_tokens": completion.prompt_tokens,
         "device": engine.device,
+        **({} if engine.choice is None else engine.choice.json()),
         "stats": dataclasses.asdict(completion.stats),
     }
 

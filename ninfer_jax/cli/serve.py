@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from ninfer_jax.cli import common
+from ninfer_jax.cli.settings import tell_choice, with_profile
 from ninfer_jax.files import directory, printable, read_text
 from ninfer_jax.models import HubName, checked, short_name
 
@@ -24,6 +25,7 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 
 def serve(
+    ctx: typer.Context,
     model: common.Model,
     host: Annotated[str, _Option(help="Address to listen on; 0.0.0.0 is every one of this machine's.")] = "127.0.0.1",
     port: Annotated[int, _Option(help="Port; 0 takes one that is free.")] = 8080,
@@ -44,11 +46,12 @@ def serve(
     max_body: Annotated[int, _Option(help="MiB of a request's body at most.")] = 32,
     drain: Annotated[float, _Option(help="Seconds that running answers get after SIGTERM.")] = 30.0,
     queue: Annotated[int, _Option(help="Requests that may wait beside those in slots; more get 429.")] = 64,
+    profile: common.Profile = None,
     context: common.Context = None,
     kv: common.Kv = None,
-    draft: common.Draft = 0,
+    draft: common.Draft = None,
     drafter: common.Drafter = "mtp",
-    slots: common.Slots = 1,
+    slots: common.Slots = None,
     pool: common.Pool = None,
     prefill_chunk: common.Chunk = None,
     dtype: common.Dtype = "auto",
@@ -67,7 +70,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP until SIGTERM: /v1/chat/completions, /v1/responses, /v1/messages, a page at /, and more."""
     console = common.stderr_console()
-    with common.one_line_errors(console):
+    with common.one_line_errors(console, context=ctx):
         place, called = checked(model), short_name(model)
         if programs is not None:
             directory(programs, label="--programs ")
@@ -89,6 +92,7 @@ def serve(
         }
         shapes: dict[str, Any] = {"context": context, "kv": kv, "draft": draft, "drafter": drafter, "slots": slots, "pool": pool}
         shapes |= {"prefill_chunk": prefill_chunk, "dtype": dtype, "kernels": kernels, "prefix_cache": prefix_cache}
+        shapes = with_profile(ctx, profile, shapes)
         shapes |= common.cache_settings(cache_bytes, cache_dir, cache_dir_bytes)
         shapes["program_cache"] = "off" if no_program_cache else "auto"
         loading = {"programs": programs, "verify": not no_verify, "recipe": recipe}
@@ -153,6 +157,7 @@ def _load(console: Console, service: Service, model: str, config: EngineConfig, 
 
     engine = AsyncEngine.open(model, config, queue=queue, say=common.teller(console), **loading)
     common.tell_notes(console, engine.notes)
+    tell_choice(console, engine.choice)
     service.memory, service.joules = engine.call(_memory).result(), energy_meter(jax.devices()[0])
     about = engine.describe()
     words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items() if name != "device")

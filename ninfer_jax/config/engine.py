@@ -1,4 +1,7 @@
-"""The settings that one engine is compiled for: capacities, formats and numeric types. Nothing here changes after start."""
+"""The settings that one engine is compiled for: capacities, formats and numeric types. Nothing here changes after start.
+
+What is left at None (or "auto") is chosen for the model and for what is free on the device: `ninfer_jax.planning.choose`.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,22 @@ CACHE_MODES = {
     "fast": "less is prefilled again, last bits may differ",
     "off": "nothing is kept",
 }
+# What may be left open, in the order in which a choice is told.
+AUTO_FIELDS = ("context", "kv", "draft", "slots", "pool", "prefill_chunk")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Fixed shapes of an engine.
+    """Fixed shapes of an engine. None, or "auto", leaves a field open: docs/defaults.md says what is chosen then, and nothing that
+    is set is ever changed.
 
-    context: capacity of one slot in tokens, prompt and answer together; None takes the model's own limit, at most
-        262,144. A step costs what the filled length costs, whatever the capacity.
+    context: capacity of one slot in tokens, prompt and answer together, at most 262,144. A step costs what the filled length
+        costs, whatever the capacity. Open: the model's own limit, or as much of it as fits.
     slots: sequences that decode side by side, 1 to 4.
-    draft: K, tokens that are proposed a round, 0 (off) to 5.
-    kv: format of the KV pages, one of `pallas_kernels.kv_codecs.FORMATS`; None takes bf16 on a GPU and f32 on a CPU.
-    prefill_chunk: tokens that one prefill call processes, a multiple of 64; None takes 1,024 on a GPU and 512 on a CPU.
-    pool: tokens that all slots share in the page pool; None gives every slot its full context.
+    draft: K, tokens that are proposed a round, 0 (off) to 5. Open: 3, where there is who drafts and it pays.
+    kv: format of the KV pages, one of `pallas_kernels.kv_codecs.FORMATS`. Open: the best on a GPU that fits, f32 on a CPU.
+    prefill_chunk: tokens that one prefill call processes, a multiple of 64. Open: 1,024 on a GPU and 512 on a CPU.
+    pool: tokens that all slots share in the page pool. Open: every slot its full context, or as much as fits, one context at least.
     dtype: type of weights and activations; "auto" is bfloat16 on a GPU and float32 on a CPU. Recurrent states,
         softmax and logits are float32 always.
     tokenizer: "auto" is the checkpoint's own; None does without: prompts are token ids, answers have ids and no text, and every
@@ -61,8 +67,8 @@ class EngineConfig:
     """
 
     context: int | None = None
-    slots: int = 1
-    draft: int = 0
+    slots: int | None = None
+    draft: int | None = None
     kv: str | None = None
     prefill_chunk: int | None = None
     pool: int | None = None
@@ -77,11 +83,16 @@ class EngineConfig:
     program_cache: str = "auto"
 
     def __post_init__(self) -> None:
-        _between("slots", self.slots, 1, MAX_SLOTS)
-        _between("draft", self.draft, 0, MAX_DRAFT)
+        for field in AUTO_FIELDS:
+            if getattr(self, field) == "auto":
+                object.__setattr__(self, field, None)
+        if self.slots is not None:
+            _between("slots", self.slots, 1, MAX_SLOTS)
+        if self.draft is not None:
+            _between("draft", self.draft, 0, MAX_DRAFT)
         if self.drafter not in DRAFTERS:
             raise ValueError(f"drafter is {shown(self.drafter)}, known are {', '.join(DRAFTERS)}")
-        if "lookup" in self.drafter and not self.draft:
+        if "lookup" in self.drafter and self.draft == 0:
             raise ValueError(
                 f"drafter is '{self.drafter}', but draft is 0, so nothing would be drafted: set draft from 1 to {MAX_DRAFT}"
             )
@@ -117,8 +128,8 @@ class EngineConfig:
 
     @property
     def mtp(self) -> bool:
-        """Whether the MTP head drafts."""
-        return self.draft > 0 and "mtp" in self.drafter
+        """Whether the MTP head is asked to draft: not where that is left open."""
+        return bool(self.draft) and "mtp" in self.drafter
 
 
 def _between(field: str, value: object, low: int, high: int) -> None:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping
+from typing import TypeVar
 
 import jax
 
+from ninfer_jax.planning.budget import OUTSIDE
 from ninfer_jax.programs.plan import WORKSPACE_ALLOWANCE, resident_bytes
 from ninfer_jax.programs.setup import Setup
 from pallas_kernels.driver import card_memory
 
+Chosen = TypeVar("Chosen")
 FRACTION, PREALLOCATE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 # Whoever sets one of these has chosen; the first is an older name of FRACTION, and JAX refuses both at once.
 CHOSEN = ("XLA_PYTHON_CLIENT_MEM_FRACTION", FRACTION, PREALLOCATE, "XLA_PYTHON_CLIENT_ALLOCATOR")
-# The programs' code lies outside of JAX's block (17.6 MB for the 27B, compiled), and so do the driver's own buffers: allowance.
-OUTSIDE = 64 << 20
 
 
 def share(setup: Setup) -> int:
@@ -41,8 +42,9 @@ def settings(need: int | None, free: int, total: int) -> dict[str, str]:
     return {FRACTION: f"{max(0, min(wanted, most)) / 1e6:.6f}", PREALLOCATE: "true"}
 
 
-def reserve(plan: Callable[[], Setup] | None, environment: MutableMapping[str, str] = os.environ) -> None:
+def reserve(plan: Callable[[int], Setup] | None, environment: MutableMapping[str, str] = os.environ) -> None:
     """Have JAX take the share of the planned engine, or for None all that is free (for several engines, one after another).
+    plan: called with the bytes that an engine may take.
 
     Comes before JAX's first computation; later it changes nothing, and `check_memory` says so if the engine does not fit.
     Nothing happens where there is no NVIDIA driver, where JAX is told to leave GPUs alone, or where the environment says
@@ -52,7 +54,19 @@ def reserve(plan: Callable[[], Setup] | None, environment: MutableMapping[str, s
         return
     card = card_memory()
     if card is not None:
-        environment.update(settings(None if plan is None else share(plan()), *card))
+        environment.update(settings(None if plan is None else share(plan(max(0, card[0] - OUTSIDE))), *card))
+
+
+def reserve_for(choose: Callable[[int], Chosen], setup: Callable[[Chosen], Setup]) -> Chosen | None:
+    """The choice for a card, by what its driver says is free, and JAX told to take its share; None where JAX decides for itself."""
+    made: list[Chosen] = []
+
+    def plan(free: int) -> Setup:
+        made.append(choose(free))
+        return setup(made[0])
+
+    reserve(plan)
+    return made[0] if made else None
 
 
 def limit_hint(need: int, limit: int) -> str:

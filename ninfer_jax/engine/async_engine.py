@@ -21,10 +21,11 @@ from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.engine.channel import Channel
 from ninfer_jax.engine.engine import Engine
 from ninfer_jax.engine.load import Load, load_of
-from ninfer_jax.engine.prefix_settings import mode_of
 from ninfer_jax.engine.requests import Prompt
 from ninfer_jax.engine.results import AnswerLost, Completion, Delta, EngineStopped, QueueFull, first_line
 from ninfer_jax.engine.sequence import Sequence
+from ninfer_jax.planning.choose import Choice
+from ninfer_jax.planning.kept import mode_of
 from ninfer_jax.text import CheckpointText
 
 T = TypeVar("T")
@@ -142,6 +143,11 @@ class AsyncEngine:
     def notes(self) -> tuple[str, ...]:
         """A line for each setting of the model's files that has no effect here."""
         return self._engine.notes
+
+    @property
+    def choice(self) -> Choice | None:
+        """The configuration that it runs in, and what of it was chosen."""
+        return self._engine.choice
 
     @property
     def prefix_counters(self) -> Counters | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -15,12 +16,13 @@ import numpy as np
 
 from ninfer_jax.cache import Counters
 from ninfer_jax.config import EngineConfig, ModelConfig, config_notes
+from ninfer_jax.config.engine import AUTO_FIELDS
 from ninfer_jax.decoding import SamplingParams
 from ninfer_jax.engine import allocator, sessions
 from ninfer_jax.engine.identity import identity_of
 from ninfer_jax.engine.kept_prefixes import KeptPrefixes
-from ninfer_jax.engine.memory import check_memory, compiled_workspace, free_bytes, host_bytes
-from ninfer_jax.engine.prefix_settings import budget_of, check_budget, mode_of, open_prefixes
+from ninfer_jax.engine.memory import SMALLER, check_memory, compiled_workspace, free_bytes
+from ninfer_jax.engine.prefix_settings import open_prefixes
 from ninfer_jax.engine.prepared import prepared
 from ninfer_jax.engine.requests import Prompt, Requests
 from ninfer_jax.engine.results import Completion, Delta
@@ -28,12 +30,18 @@ from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.weights_in import open_weights, why_no_drafts
 from ninfer_jax.files import directory, read_object
+from ninfer_jax.planning.budget import Place
+from ninfer_jax.planning.choose import Choice, choose
+from ninfer_jax.planning.host_memory import host_bytes
+from ninfer_jax.planning.kept import budget_of, check_budget, mode_of
+from ninfer_jax.planning.nearest import nearest, refusal
 from ninfer_jax.programs import Programs, compilations
-from ninfer_jax.programs.executables import StoredPrograms
+from ninfer_jax.programs.executables import StoredPrograms, with_stored
 from ninfer_jax.programs.kept import KeptPrograms, wanted
 from ninfer_jax.programs.setup import Setup, resolve
 from ninfer_jax.text import ChatTemplate, CheckpointText, GenerationDefaults, Tokenizer, open_text
 from ninfer_jax.text.grammar import Grammars
+from pallas_kernels import driver, targets
 from pallas_kernels.kv_codecs import bytes_per_vector
 
 LoadProgress = Callable[[str, int, int], None]
@@ -56,10 +64,11 @@ class Engine:
         model_config: ModelConfig,
         notes: tuple[str, ...],
         started_at: int,
+        choice: Choice | None = None,
     ):
         self._runner, self._programs = runner, programs
         self.tokenizer, self.template, self.defaults, self.model_config = tokenizer, template, defaults, model_config
-        self._notes, self._started_at = notes, started_at
+        self._notes, self._started_at, self._choice = notes, started_at, choice
         self._requests: Requests | None = None
 
     @classmethod
@@ -81,10 +90,11 @@ class Engine:
         "org/name@revision", "org/name:FILE.gguf"), which is fetched once, or "tiny", the bundled one (docs/models.md). A CPU maps
         an artifact's files, which must stay as they are while the engine lives; without kernels that read them (`kernels="xla"`)
         its weights are expanded to the numbers they stand for.
-        recipe: by which a checkpoint is converted, once, into the user's cache directory; by default a card takes "q4", a CPU the
-        checkpoint as it is, and "none" is that. programs: a directory that `ninfer-jax compile` wrote for this very configuration
-        and device: its executables are loaded (they are pickles: name only a directory you trust) and nothing is traced or
-        compiled. verify: compare the SHA-256 of an artifact's arrays with its manifest; without, damaged numbers go unnoticed.
+        recipe: by which a checkpoint is converted, once, into the user's cache directory; by default what `plan` chooses for a
+        card, on a CPU the checkpoint as it is, and "none" is that. programs: a directory that `ninfer-jax compile` wrote for this
+        very configuration and device (what `config` leaves open is as it was compiled): its executables are loaded (they are
+        pickles: name only a directory you trust) and nothing is traced or compiled. verify: compare the SHA-256 of an artifact's
+        arrays with its manifest; without, damaged numbers go unnoticed.
         before: called with the `Requests` that the engine will take, before weights are read and programs compiled: a prompt that
         would be refused then can be refused now, by what this raises.
         progress: called with ("weights", bytes done, bytes in all), then ("programs", there, in all), before one that has to be
@@ -96,20 +106,44 @@ class Engine:
         started_at = compilations()
         config = config or EngineConfig()
         tell = progress or (lambda stage, done, total: None)
-        path = prepared(model, recipe, tokenizer=config.tokenizer, say=say, tell=tell)
+        path = prepared(model, recipe, config=config, say=say, tell=tell)
         programs = None if programs is None else directory(programs, "programs", "programs: ")
         model_config = ModelConfig.from_hf(path)
         weights = open_weights(path, verify)
-        if config.mtp and (why := why_no_drafts(path, model_config, weights)):
+        why = why_no_drafts(path, model_config, weights)
+        if config.mtp and why:
             raise ValueError(f"draft is {config.draft}, but {why}")
         words = open_text(path, model_config.vocab_size, config.tokenizer)
         notes = (*config_notes(read_object(path / "config.json")), *words.notes)
 
-        def setup_for(platform: str) -> Setup:
-            return resolve(model_config, words.tokenizer.vocab_size, config, platform, weights.recipe)
+        def asked(platform: str) -> EngineConfig:
+            """The configuration, open fields as the stored programs have them, if there are some."""
+            card = "cpu" if platform == "cpu" else targets.of_device(driver.card_name() or "")
+            return config if programs is None or card is None else with_stored(config, programs, card)
 
-        allocator.reserve(lambda: setup_for("cuda"))  # before the next line starts JAX
-        setup = setup_for("cpu" if jax.default_backend() == "cpu" else "cuda")
+        def chosen(place: Place) -> Choice:
+            choice = choose(model_config, asked(place.platform), place, weights.recipe, drafts=not why)
+            if asked(place.platform) == config:
+                return choice
+            fields = tuple(name for name in AUTO_FIELDS if getattr(config, name) is None)
+            return dataclasses.replace(choice, chosen=fields, source=f"as the programs in {programs} were compiled")
+
+        def setup_of(choice: Choice) -> Setup:
+            platform = choice.place.platform
+            return resolve(model_config, words.tokenizer.vocab_size, choice.config, platform, weights.recipe)
+
+        def smaller(more: int = 0) -> list[dict[str, Any]]:
+            return nearest(model_config, asked(choice.place.platform), choice.place, weights.recipe, drafts=not why, need_less=more)
+
+        # Before the next line starts JAX, a card is asked through its driver.
+        choice = allocator.reserve_for(lambda free: chosen(Place("cuda", "the card", free)), setup_of)
+        platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
+        if choice is None or platform == "cpu":
+            device = jax.devices()[0]
+            choice = chosen(Place(platform, device.device_kind, free_bytes(device)))
+        setup = setup_of(choice)
+        if choice.chosen and not choice.fits and programs is None:  # stored programs know what they take, and no bound is asked
+            raise refusal(choice, smaller(), SMALLER)
         if before is not None:
             before(Requests(words, setup.shape.context, setup.shape.pool_tokens, model_config.vocab_size))
         ready, text = setup.programs(), setup.text_model()
@@ -119,7 +153,7 @@ class Engine:
             check_budget(budget_of(config, host_bytes()), ready.staging_bytes, ready.page_bytes, ready.chunk)
         stored = None if programs is None else StoredPrograms.open(programs, setup, ready)
         free = free_bytes(jax.devices()[0])
-        check_memory(ready, free, stored.workspace_bytes if stored else 0)
+        check_memory(ready, free, stored.workspace_bytes if stored else 0, smaller)
 
         def compiling(name: str, done: int, total: int) -> None:
             tell(f"programs: {name}" if name else "programs", done, total)
@@ -133,15 +167,20 @@ class Engine:
             stored.adopt(ready)
         elif earlier:
             earlier.finish(compiling)
-            check_memory(ready, free, earlier.workspace_bytes)
+            check_memory(ready, free, earlier.workspace_bytes, smaller)
         else:
             ready.compile_all(compiling)
-            check_memory(ready, free, compiled_workspace(ready))
+            check_memory(ready, free, compiled_workspace(ready), smaller)
         runner = Runner(ready, parameters, ready.allocate())
         if kept != "off":
             identity = partial(identity_of, setup, ready, weights, kept)
             runner.prefixes = open_prefixes(runner.pool, config, kept, budget_of(config, host_bytes()), identity)
-        return cls(runner, ready, words.tokenizer, words.template, words.defaults, model_config, notes, started_at)
+        return cls(runner, ready, words.tokenizer, words.template, words.defaults, model_config, notes, started_at, choice)
+
+    @property
+    def choice(self) -> Choice | None:
+        """The configuration that it was loaded in, what of it was left open and chosen, and why."""
+        return self._choice
 
     @property
     def device(self) -> str:

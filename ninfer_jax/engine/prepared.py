@@ -6,11 +6,15 @@ import importlib.util
 import os
 from pathlib import Path
 
+from ninfer_jax.config import EngineConfig
 from ninfer_jax.config import recipe as recipe_called
 from ninfer_jax.engine.allocator import gpu_wanted
 from ninfer_jax.engine.convert_apart import convert_apart
 from ninfer_jax.models import Found, HubName, Say, Tell, checked, hub, kept, printed
 from ninfer_jax.models.places import found_in
+from ninfer_jax.planning.budget import OUTSIDE, Place, card_here
+from ninfer_jax.planning.choose import choose
+from ninfer_jax.planning.known import known_of
 from pallas_kernels.driver import card_memory
 
 AS_IT_IS = "none"  # in the place of a recipe: no conversion
@@ -23,42 +27,52 @@ def on_a_card() -> bool:
     return gpu_wanted(os.environ) and any(map(importlib.util.find_spec, plugins)) and card_memory() is not None
 
 
-def default_recipe(found: Found | hub.Snapshot | None) -> str | None:
-    """The recipe for a checkpoint when nobody names one: None to run it as it is. found: None where nothing of it is here yet."""
-    if found is not None and isinstance(found, Found) and (found.artifact or found.bundled):
+def default_recipe(found: Found | hub.Snapshot, config: EngineConfig) -> str | None:
+    """The recipe for a checkpoint when nobody names one: None to run it as it is. On a card that of `choose`, as `plan` has it."""
+    if isinstance(found, Found) and (found.artifact or found.bundled):
         return None
-    if on_a_card():
-        return "q4"
-    return "q4" if found is not None and found.quantised else None  # codes of another program's: nothing runs them as they are
+    if not on_a_card():
+        return "q4" if found.quantised else None  # codes of another program's: nothing runs them as they are
+    known = known_of(found.path if isinstance(found, Found) else found.source)
+    place = card_here()
+    if place is None:  # a card that this package has no name for
+        free, total = card_memory() or (0, 0)
+        place = Place("cuda", "the card", max(0, free - OUTSIDE), total)
+    chosen = choose(known.model, config, place, known.asked(None, "cuda"), known.drafts).recipe
+    return chosen.name if chosen else None
 
 
 def prepared(
-    model: str | os.PathLike[str], recipe: str | None = None, *, tokenizer: str | None = "auto", say: Say | None = None, tell: Tell
+    model: str | os.PathLike[str],
+    recipe: str | None = None,
+    *,
+    config: EngineConfig | None = None,
+    say: Say | None = None,
+    tell: Tell,
 ) -> Path:
     """The directory, a checkpoint or an artifact, that an engine loads for MODEL.
 
-    recipe: to convert it by; None for what the device wants (`default_recipe`), "none" for none. say: told what is fetched or
-    converted before it is; None prints that to stderr. tell: called with (stage, done, in all). FileError and ValueError, one
+    recipe: to convert it by; None for what the device wants (`default_recipe`), "none" for none. config: of that engine. say: told
+    what is fetched or converted before it is; None prints that to stderr. tell: called with (stage, done, in all). FileError and ValueError, one
     line, for a model that cannot be had; nothing half-made is ever returned."""
-    say = say or printed
+    say, config = say or printed, config or EngineConfig()
+    tokenizer = config.tokenizer
     if recipe not in (None, AS_IT_IS):
         recipe_called(recipe)
     place = checked(model)
     if isinstance(place, HubName):
         before = hub.recorded(place)
-        # The artifact does without the files that it was made of.
-        if (
-            before is not None
-            and (name := _wanted(recipe, before))
-            and (made := kept.finished(job_of(model, before, name, tokenizer)))
-        ):
-            return made
+        # The artifact does without the files that it was made of, where a recipe says which it is.
+        if before is not None and (recipe or not on_a_card() or before.whole):
+            name = _wanted(recipe, before, config)
+            if name and (made := kept.finished(job_of(model, before, name, tokenizer))):
+                return made
         snapshot = hub.fetch(place, say, tell)
         found, identity = found_in(snapshot), snapshot.identity
     else:
         snapshot, found = None, place
         identity = {} if found.artifact else found.identity()
-    name = _wanted(recipe, found)
+    name = _wanted(recipe, found, config)
     if found.artifact:
         if recipe not in (None, AS_IT_IS):
             raise ValueError(f"recipe {recipe}: {found.path} is an artifact, its weights have formats of their own; leave it out")
@@ -82,8 +96,8 @@ def prepared(
     return kept.make(job, run, same, say)
 
 
-def _wanted(recipe: str | None, found: Found | hub.Snapshot) -> str | None:
-    return default_recipe(found) if recipe is None else None if recipe == AS_IT_IS else recipe
+def _wanted(recipe: str | None, found: Found | hub.Snapshot, config: EngineConfig) -> str | None:
+    return default_recipe(found, config) if recipe is None else None if recipe == AS_IT_IS else recipe
 
 
 def job_of(model: str | os.PathLike[str], found: Found | hub.Snapshot, recipe: str, tokenizer: str | None) -> kept.Wanted:

@@ -7,6 +7,19 @@ name, `hub` fetches what is needed of a repository into the Hub's own cache, `ke
 from ninfer_jax.models.hub import Tell
 from ninfer_jax.models.kept import Say
 from ninfer_jax.models.names import HubName, Preset, printed, read_name, short_name
-from ninfer_jax.models.places import Found, checked, for_shapes, source_of
+from ninfer_jax.models.places import Found, checked, for_shapes, shapes_in, source_of
 
-__all__ = ["Found", "HubName", "Preset", "Say", "Tell", "checked", "for_shapes", "printed", "read_name", "short_name", "source_of"]
+__all__ = [
+    "Found",
+    "HubName",
+    "Preset",
+    "Say",
+    "Tell",
+    "checked",
+    "for_shapes",
+    "printed",
+    "read_name",
+    "shapes_in",
+    "short_name",
+    "source_of",
+]

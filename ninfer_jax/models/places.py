@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ninfer_jax.config import PRESETS
 from ninfer_jax.files import FileError, head_of, kind_of, looks_like
 from ninfer_jax.model_path import COMPANIONS, model_path, source_path, tiny_path
 from ninfer_jax.models import hub
 from ninfer_jax.models.hub import Snapshot, Tell
 from ninfer_jax.models.kept import MANIFEST, Say
-from ninfer_jax.models.names import FORCED, HubName, Preset, looks_like_hub, read_name, weights_needed
+from ninfer_jax.models.names import FORCED, HubName, Preset, looks_like_hub, printed, read_name, weights_needed
 
-__all__ = ["Found", "Say", "Tell", "checked", "for_shapes", "found_in", "source_of"]
+__all__ = ["Found", "Say", "Tell", "checked", "for_shapes", "found_in", "shapes_in", "source_of"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,16 @@ def for_shapes(model: str | os.PathLike[str], say: Say, tell: Tell) -> Path | Pr
         before = hub.recorded(place)
         return hub.fetch(place, say, tell, weights=before is not None and before.whole).source
     return _found(place).path
+
+
+def shapes_in(name: str, say: Say = printed, tell: Tell = lambda stage, done, total: None) -> Path | Preset:
+    """The place of a model's config and tokenizer, or a preset; of a Hub id these files are fetched and no weights. ValueError for
+    neither."""
+    try:
+        read_name(name)
+    except FileError as error:
+        raise ValueError(f"{error}; presets: {', '.join(PRESETS)}") from None
+    return for_shapes(name, say, tell)
 
 
 def _found(place: Path) -> Found:

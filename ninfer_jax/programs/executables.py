@@ -7,6 +7,7 @@ for (`provenance`) have been found equal to what is here and now.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import platform as machine
@@ -21,6 +22,8 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from ninfer_jax.config import EngineConfig
+from ninfer_jax.config.engine import AUTO_FIELDS
 from ninfer_jax.programs import provenance
 from ninfer_jax.programs.card import Compilation, compile_program, facts_of
 from ninfer_jax.programs.kernel_files import SUFFIX, listed_kernels, write_kernels
@@ -127,6 +130,19 @@ def no_compilation_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
+
+
+def with_stored(config: EngineConfig, directory: Path, target: str) -> EngineConfig:
+    """`config` with what it leaves open as the programs under `directory` for `target` were compiled; as it is where nothing there
+    tells, which `StoredPrograms.open` then refuses."""
+    folder = directory / target if (directory / target).is_dir() else directory
+    try:
+        written = read_manifest(folder / MANIFEST)["configuration"]
+        open_fields = [name for name in AUTO_FIELDS if getattr(config, name) is None]
+        open_fields += [name for name in ("dtype", "kernels") if getattr(config, name) == "auto" and name in written]
+        return dataclasses.replace(config, **{name: written[name] for name in open_fields})
+    except (ValueError, KeyError, TypeError):
+        return config
 
 
 class StoredPrograms:

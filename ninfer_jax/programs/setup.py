@@ -12,21 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from ninfer_jax.checkpoints.sources import open_source
-from ninfer_jax.config import PRESETS, EngineConfig, ModelConfig, Recipe, preset
+from ninfer_jax.config import EngineConfig, ModelConfig, Recipe, preset
 from ninfer_jax.config.presets import NAMED_IDS
-from ninfer_jax.files import FileError
 from ninfer_jax.model import TextModel
-from ninfer_jax.models import Preset, Say, Tell, for_shapes, printed, read_name
+from ninfer_jax.models import Preset, shapes_in
+from ninfer_jax.planning.budget import Place
+from ninfer_jax.planning.choose import choose
 from ninfer_jax.programs.programs import Programs
 from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
 from ninfer_jax.text.source_text import tokenizer_in
 from pallas_kernels import cpu
-from pallas_kernels.kv_codecs import check_format
-
-# Tokens of a prefill call where none are asked for: of what the 27B's speed on a card is modelled with, and of what the
-# bundled model's on two cores was measured with.
-CHUNK_ON_CARD, CHUNK_ON_CPU = 1024, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,21 +81,15 @@ class Setup:
 
 
 def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: str, recipe: Recipe | None = None) -> Setup:
-    """The setup of an engine, whatever is left open in `engine` decided for model and platform: the one place that does, for
-    every command and for `Engine.load`. ValueError where configuration and model do not go together.
+    """The setup of an engine. ValueError where configuration and model do not go together. What `engine` leaves open is chosen as
+    for a device of which nothing tells what is free; who knows more asks `planning.choose` before.
 
     recipe: the formats in which weights are stored. They are used so by a card and by a CPU's own kernels; XLA's operations
     have nothing to read them with, and get them expanded."""
     on_card = platform != "cpu"
-    chunk = (CHUNK_ON_CARD if on_card else CHUNK_ON_CPU) if engine.prefill_chunk is None else engine.prefill_chunk
+    engine = choose(model, engine, Place(platform, platform, None), recipe).config
     dtype = jnp.dtype(("bfloat16" if on_card else "float32") if engine.dtype == "auto" else engine.dtype)
-    kv = check_format(engine.kv or ("bf16" if on_card else "f32"), model.head_dim)
-    if engine.mtp and not model.mtp_layers:
-        raise ValueError(
-            f"draft is {engine.draft}, but by its config the model has no MTP head to draft with; use draft 0 or drafter 'lookup'"
-        )
-    if on_card and engine.kernels != "auto":
-        raise ValueError(f"kernels is {engine.kernels!r}, which is for a CPU; on a card it is 'auto'")
+    assert engine.kv and engine.prefill_chunk  # chosen, if not given
     kernels = "xla" if on_card or engine.kernels == "xla" else "cpu"
     if kernels == "cpu":
         try:
@@ -110,18 +100,8 @@ def resolve(model: ModelConfig, valid_ids: int, engine: EngineConfig, platform: 
         raise ValueError(f"dtype is {dtype.name}: weights of 4 and 8 bits need bfloat16 on a card")
     if not on_card and kernels == "xla":
         recipe = None
-    shape = state_shape(model, engine, kv, dtype)
-    return Setup(model, shape, chunk, valid_ids, platform, recipe, kernels)
-
-
-def shapes_in(name: str, say: Say = printed, tell: Tell = lambda stage, done, total: None) -> Path | Preset:
-    """The place of a model's config and tokenizer, or a preset; of a Hub id these files are fetched and no weights. ValueError for
-    neither."""
-    try:
-        read_name(name)
-    except FileError as error:
-        raise ValueError(f"{error}; presets: {', '.join(PRESETS)}") from None
-    return for_shapes(name, say, tell)
+    shape = state_shape(model, engine, engine.kv, dtype)
+    return Setup(model, shape, engine.prefill_chunk, valid_ids, platform, recipe, kernels)
 
 
 def model_of(name: str | Path | Preset, tokenizer: str | None = "auto") -> tuple[ModelConfig, int]:

@@ -109,15 +109,17 @@ class StateShape(NamedTuple):
 
 
 def state_shape(model: ModelConfig, engine: EngineConfig, kv: str, dtype: jnp.dtype) -> StateShape:
-    """Resolve capacities; ValueError when the context exceeds what the model was made for."""
+    """Resolve capacities; ValueError when the context exceeds what the model was made for. What `planning.choose` left open is the
+    least: one slot, no drafts, every slot its whole context."""
     limit = min(model.max_positions, MAX_CONTEXT)
     context = limit if engine.context is None else engine.context
     if context > model.max_positions:
         raise ValueError(f"context is {context}, the model's max_position_embeddings is {model.max_positions}")
     per_slot = -(-context // PAGE)
-    pooled = engine.slots * per_slot if engine.pool is None else -(-engine.pool // PAGE)
-    draft = 0 if engine.drafter == "none" else engine.draft
-    return StateShape(engine.slots, draft, context, pooled + 1, kv, dtype, engine.drafter if draft else "none")
+    slots = engine.slots or 1
+    pooled = slots * per_slot if engine.pool is None else -(-engine.pool // PAGE)
+    draft = 0 if engine.drafter == "none" else engine.draft or 0
+    return StateShape(slots, draft, context, pooled + 1, kv, dtype, engine.drafter if draft else "none")
 
 
 def state_struct(model: ModelConfig, shape: StateShape) -> State:

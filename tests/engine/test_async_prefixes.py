@@ -11,8 +11,9 @@ import pytest
 
 from ninfer_jax import AsyncEngine, Completion, Engine, EngineConfig, SamplingParams
 from ninfer_jax.engine.kept_prefixes import KeptPrefixes
-from ninfer_jax.engine.prefix_settings import mode_of, open_prefixes
+from ninfer_jax.engine.prefix_settings import open_prefixes
 from ninfer_jax.engine.prefixes import NoPrefixes
+from ninfer_jax.planning.kept import mode_of
 
 pytestmark = pytest.mark.micro
 

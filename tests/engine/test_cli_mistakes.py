@@ -125,7 +125,7 @@ def test_an_interrupt_ends_every_command_with_130(command: str, monkeypatch: pyt
     for module, names in (
         ("generate", ("checked",)),
         ("convert", ("source_of",)),
-        ("plan", ("_setup",)),
+        ("plan", ("known_of",)),
         ("bench", ("checked",)),
         ("evaluate", ("checked",)),
     ):

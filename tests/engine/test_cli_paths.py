@@ -91,7 +91,7 @@ def test_bench_names_texts_and_results_that_cannot_be_read() -> None:
 def test_a_mistaken_path_in_python(given: object) -> None:
     calls = {"load": lambda: Engine.load(given), "destination": lambda: convert("tiny", given)}
     if given is not None:  # compile here
-        calls["programs"] = lambda: Engine.load("tiny", EngineConfig(context=64, prefill_chunk=64), programs=given)
+        calls["programs"] = lambda: Engine.load("tiny", EngineConfig(context=64, prefill_chunk=64, draft=0), programs=given)
     if given not in ("model.gguf", "text"):  # looked into by what reads sources
         calls["source"] = lambda: convert(given, "d")
     if given in ("gone", "~/m"):  # free places

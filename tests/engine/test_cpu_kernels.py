@@ -84,12 +84,12 @@ def refuse(*_: object) -> bytes:
 def test_without_kernels_one_line_says_why_and_names_xla(nothing_known, micro_path, broken, said):
     broken(nothing_known)
     with pytest.raises(ValueError, match=f"^kernels: .*{said}.*choose kernels='xla'$") as caught:
-        Engine.load(micro_path, EngineConfig(context=256, prefill_chunk=64))
+        Engine.load(micro_path, EngineConfig(context=256, prefill_chunk=64, draft=0))
     assert "\n" not in str(caught.value)
 
 
 def test_a_kernel_that_llvm_refuses_is_told_on_one_line(monkeypatch, micro_path):
-    programs = resolve(ModelConfig.from_hf(micro_path), 1024, EngineConfig(context=128), "cpu").programs()
+    programs = resolve(ModelConfig.from_hf(micro_path), 1024, EngineConfig(context=128, draft=0), "cpu").programs()
     monkeypatch.setattr("pallas_kernels.cpu.machine.digest", lambda source: "none")
     monkeypatch.setattr("pallas_kernels.cpu.machine._binding", lambda: SimpleNamespace(parse_assembly=refuse))
     with pytest.raises(ValueError, match="^kernels: LLVM .* refuses a CPU kernel .*no room.*choose kernels='xla'$"):

@@ -14,12 +14,13 @@ from ninfer_jax.cache.container import difference
 from ninfer_jax.engine import sessions
 from ninfer_jax.engine.identity import identity_of
 from ninfer_jax.engine.kept_prefixes import KeptPrefixes
-from ninfer_jax.engine.prefix_settings import budget_of, mode_of, open_prefixes
+from ninfer_jax.engine.prefix_settings import open_prefixes
 from ninfer_jax.engine.prefixes import NoPrefixes
 from ninfer_jax.engine.sequence import Sequence
 from ninfer_jax.engine.slot_pool import Lease, SlotPool
 from ninfer_jax.engine.snapshot_bytes import from_bytes
 from ninfer_jax.files import FileError
+from ninfer_jax.planning.kept import budget_of, mode_of
 from ninfer_jax.programs.setup import model_of, resolve
 
 RNG = np.random.default_rng(8)
@@ -246,7 +247,7 @@ def test_an_engine_of_another_kind_is_told_by_the_field_that_differs() -> None:
             return self._digest
 
     def identity(mode: str = "exact", weights: str = "w", **fields: object) -> dict[str, str | int]:
-        setup = resolve(*model_of("tiny"), EngineConfig(context=512, **fields), "cpu")
+        setup = resolve(*model_of("tiny"), EngineConfig(**{"context": 512, "draft": 0} | fields), "cpu")
         return identity_of(setup, setup.programs(), Weights(weights), mode)
 
     mine = identity()

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.bits]
 PROMPT = [5, 900, 33, 17, 256, 80, 2] * 10
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, seed=7, top_p=0.95, frequency_penalty=0.2)
-SHAPES = dict(context=256, prefill_chunk=64, kv="f32", kernels="cpu")
+SHAPES = dict(context=256, prefill_chunk=64, kv="f32", draft=0, kernels="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, random_tensors: dict[str, n
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
-    return Engine.load(folder, EngineConfig(context=256, prefill_chunk=64, kv="f32", tokenizer=None))
+    return Engine.load(folder, EngineConfig(context=256, prefill_chunk=64, kv="f32", draft=0, tokenizer=None))
 
 
 def test_ids_give_the_ids_that_the_logits_say(engine):

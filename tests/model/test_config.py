@@ -418,11 +418,12 @@ def test_unknown_formats(field, value, known):
 @pytest.mark.parametrize("drafter", ["lookup", "mtp+lookup"])
 def test_who_looks_up_needs_drafts_to_make(drafter):
     with pytest.raises(ValueError, match=re.escape(f"drafter is '{drafter}', but draft is 0") + ".*set draft from 1 to 5$"):
-        EngineConfig(drafter=drafter)
+        EngineConfig(drafter=drafter, draft=0)
+    assert EngineConfig(drafter=drafter).draft is None  # and so open
     assert [EngineConfig(draft=1, drafter=d).mtp for d in ("mtp", "mtp+lookup", "lookup", "none")] == [True, True, False, False]
 
 
 def test_defaults_ask_for_nothing():
     config = EngineConfig()
     assert config.drafter == "mtp" and not config.mtp
-    assert (config.slots, config.draft, config.context, config.kv, config.dtype) == (1, 0, None, None, "auto")
+    assert (config.slots, config.draft, config.context, config.kv, config.dtype) == (None, None, None, None, "auto")

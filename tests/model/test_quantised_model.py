@@ -154,7 +154,7 @@ def test_launches_of_a_delta_layer(models, rows, launches):
 
 
 def test_a_recipe_needs_a_head_of_its_own_and_on_a_card_bfloat16():
-    engine = EngineConfig(context=256, dtype="float32")
+    engine = EngineConfig(context=256, draft=0, dtype="float32")
     with pytest.raises(ValueError, match="dtype is float32: weights of 4 and 8 bits need bfloat16 on a card"):
         resolve(CONFIG, 290, engine, "cuda", RECIPE)
     assert resolve(CONFIG, 290, dataclasses.replace(engine, kernels="cpu"), "cpu", RECIPE).recipe == RECIPE

@@ -13,7 +13,7 @@ from ninfer_jax.cli.main import app
 from ninfer_jax.programs import Programs
 from ninfer_jax.programs.executables import MANIFEST
 
-SHAPES = ("--target", "cpu", "--context", "64", "--prefill-chunk", "64")
+SHAPES = ("--target", "cpu", "--context", "64", "--prefill-chunk", "64", "--draft", "0")
 
 
 @pytest.fixture

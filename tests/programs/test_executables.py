@@ -82,6 +82,19 @@ def test_loaded_programs_answer_without_compiling(compiled: Path, answered: dict
     assert again["tokens"] == answered["tokens"] and again["stats"]["compilations"] == 0
 
 
+def test_what_is_open_is_as_the_programs_were_compiled(compiled: Path, answered: dict) -> None:
+    """The whole configuration from their manifest, told in the one line; what is set is not taken from there."""
+    done = command("generate", "tiny", *ASKED, "--programs", str(compiled))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tokens"] == answered["tokens"] and found["stats"]["compilations"] == 0
+    fields = {"context": 256, "kv": "f32", "draft": 1, "slots": 1, "pool": 256, "prefill_chunk": 64, "dtype": "float32"}
+    assert {name: found["configuration"][name] for name in fields} == fields
+    told = "auto: context 256, kv f32, draft 1, slots 1, pool 256, prefill_chunk 64 (as the programs in"
+    assert told in done.stderr and f"{compiled} were compiled" in found["why"]
+    assert f"{MANIFEST}: draft is 1 in the programs, 2 here; compile again" in refusal(compiled, EngineConfig(draft=2))
+
+
 def test_the_report_says_what_the_compiler_said(compiled: Path) -> None:
     report = json.loads((compiled / "report.json").read_text())["cpu"]
     moving = {"snapshot", "restore", "read_page", "write_page", "copy_page"}
@@ -121,7 +134,7 @@ def test_another_configuration_is_refused_with_the_fields_that_differ(compiled: 
     """And with nothing else: neither a digest nor what is the same."""
     said = refusal(compiled, replace(CONFIG, draft=3))
     assert f"{MANIFEST}: draft is 1 in the programs, 3 here; compile again: ninfer-jax compile MODEL --target cpu" in said
-    said = refusal(compiled, replace(CONFIG, context=512, prefill_chunk=None))
+    said = refusal(compiled, replace(CONFIG, context=512, pool=512, prefill_chunk=512))
     fields = {"context": 256, "pool": 256, "prefill_chunk": 64}
     facts = ", ".join(f"{field} is {then} in the programs, 512 here" for field, then in fields.items())
     assert f"{MANIFEST}: {facts}; compile again" in said and "--prefill-chunk 512" in said

@@ -53,7 +53,7 @@ def test_a_card_compiles_as_what_is_compiled_for_it_elsewhere(name: str, monkeyp
 
 
 def test_on_a_cpu_nothing_has_options() -> None:
-    programs: Programs = resolve(*model_of("tiny"), EngineConfig(context=64), "cpu").programs()
+    programs: Programs = resolve(*model_of("tiny"), EngineConfig(context=64, draft=0), "cpu").programs()
     names = [program.name for program in CATALOGUE]
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())

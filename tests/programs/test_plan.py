@@ -1,6 +1,7 @@
 """The plan: what it adds up is what the arrays are, and what it advises would fit."""
 
 import json
+import shlex
 import sys
 
 import pytest
@@ -85,11 +86,12 @@ def test_the_advised_context_fits_and_one_page_more_does_not(drafter: str) -> No
 
 def test_the_command_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 3, both byte counts and what would fit; on the CPU, with a card of 60 MB, which weights and states would fit."""
-    monkeypatch.setattr(cli, "_card_bytes", lambda target: 60_000_000)
+    monkeypatch.setattr(cli, "host_bytes", lambda: 60_000_000)
     serving = resolve(*model_of("tiny"), EngineConfig(), "cpu").programs().serving
     compiled = {name: (compilation(name, 30_000_000), 1000) for name in serving}
     monkeypatch.setattr(cli, "_compile", lambda *arguments: compiled)
-    done = RUN.invoke(app, ["plan", str(tiny_path()), "--target", "cpu", "--context", "4096", "--slots", "4", "--json"])
+    shapes = "--context", "4096", "--slots", "4", "--pool", "8192", "--prefill-chunk", "64", "--prefix-cache", "off"
+    done = RUN.invoke(app, ["plan", "tiny", "--target", "cpu", *shapes, "--compiled", "--json"], prog_name="ninfer-jax")
     assert done.exit_code == cli.OVER_BUDGET
     facts = json.loads(done.stdout)
     assert facts["workspace_bytes"] == 30_000_000 and facts["executables_bytes"] == 1000 * len(serving)
@@ -107,6 +109,15 @@ def test_the_command_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert keys <= facts.keys()
     assert f"{facts['total_bytes']:,}" in done.stderr and "60,000,000" in done.stderr
+    assert facts["workspace_how"] == "compiled" and facts["configuration"]["draft"] == 0 and facts["chosen"] == ["kv", "draft"]
+    # What would fit takes as much less as the compiler asked for more than the bound.
+    commands = [line.removeprefix("  fits: ") for line in done.stderr.splitlines() if line.startswith("  fits: ")]
+    assert len(commands) == 3 and all(command.startswith("ninfer-jax plan tiny ") for command in commands)
+    for command in commands:
+        words = [word for word in shlex.split(command)[1:] if word != "--compiled"]
+        other = RUN.invoke(app, words)
+        left = json.loads(other.stdout)
+        assert left["slack_bytes"] >= facts["workspace_bytes"] - left["workspace_bytes"], command
 
 
 @pytest.mark.parametrize(
@@ -143,13 +154,16 @@ def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_fit_is_not_compiled(nothing_is_compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """The 27B in bfloat16 takes twice the card; nothing of the compiler is needed to know it."""
-    done = RUN.invoke(app, ["plan", "qwen3_8_27b"])
+    done = RUN.invoke(app, ["plan", "qwen3_8_27b", "--recipe", "none", "--target", "rtx4090", "--compiled"])
     assert done.exit_code == cli.OVER_BUDGET and "even without pages" in done.stderr
     assert "allowance" in done.stdout and "compiled" not in done.stdout
     monkeypatch.setattr("pallas_kernels.deviceless.start", lambda target: None)
-    done = RUN.invoke(app, ["compile", "qwen3_8_27b", "--target", "h200,rtx4090", "--out", str(tmp_path / "out")])
-    (line,) = done.stderr.strip().splitlines()
-    assert done.exit_code == 1 and "does not fit" in line and "rtx4090 has" in line and not (tmp_path / "out").exists()
+    compile = ["compile", "qwen3_8_27b", "--recipe", "none", "--target", "h200,rtx4090", "--out", str(tmp_path / "out")]
+    done = RUN.invoke(app, compile, prog_name="ninfer-jax")
+    line, *commands = done.stderr.strip().splitlines()
+    assert done.exit_code == 1 and "are needed" in line and "free on rtx4090" in line and not (tmp_path / "out").exists()
+    assert len(commands) == 3 and all("fits: ninfer-jax compile qwen3_8_27b" in command for command in commands)
+    assert commands[0].endswith("--recipe q4-quality") and commands[1].endswith("--recipe q4")
 
 
 def test_mistakes_of_compile_do_not_wait_for_the_compiler(
@@ -185,9 +199,9 @@ def test_an_engine_that_cannot_fit_is_refused_before_a_weight_is_read(
 
 def test_an_engine_whose_workspace_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only the compiler can tell is asked once it has; the free bytes are those from before the weights were there."""
-    config = EngineConfig(context=256, prefill_chunk=64)
+    config = EngineConfig(context=256, prefill_chunk=64, kv="f32", draft=0, slots=1)  # nothing open, and so no bound is asked
     resident = resident_bytes(resolve(*model_of("tiny"), config, "cpu").programs())
-    free = iter((resident + 12_345, 0))
+    free = iter((resident + 12_345, resident + 12_345, 0))  # for the choice, and for the checks
     monkeypatch.setattr(engine_module, "free_bytes", lambda device: next(free))
     monkeypatch.setattr(Programs, "compile_all", lambda *arguments: None)
     monkeypatch.setattr(engine_module, "compiled_workspace", lambda programs: 12_346)

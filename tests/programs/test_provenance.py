@@ -90,7 +90,7 @@ def test_the_digest_is_of_the_code_and_of_nothing_else(tmp_path: Path) -> None:
 
 
 CARD = "NVIDIA GeForce RTX 4090"
-CONFIG = EngineConfig(context=64, prefill_chunk=64)
+CONFIG = EngineConfig(context=64, prefill_chunk=64, draft=0)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=2048)
     args = parser.parse_args()
     corpus = build_corpus()
-    engine = Engine.load(args.model, EngineConfig(context=args.window + 64, prefill_chunk=512, draft=3))
+    engine = Engine.load(args.model, EngineConfig(context=args.window + 64, prefill_chunk=512, slots=1, draft=3))
     end = engine.tokenizer.token_id("<|endoftext|>")
     nats: dict[str, float] = {}
     size: dict[str, int] = {}

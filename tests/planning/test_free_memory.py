@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ninfer_jax.engine.memory import available_bytes, group_bytes
+from ninfer_jax.planning.host_memory import available_bytes, group_bytes
 
 
 @pytest.fixture
