@@ -91,14 +91,16 @@ def _start(kind: str, model: str, config: Mapping[str, Any], loading: Mapping[st
     return Start(kind, seconds, told["bytes"], told["compilations"], told["device"])
 
 
-def rows(found: Sequence[Start]) -> list[tuple[str, str, str]]:
+def rows(found: Sequence[Start]) -> list[tuple[str, ...]]:
     """(phase, cold, warm) in seconds, the warm column the median of its starts; then the weights' rate and the total."""
     cold, warm = ([s for s in found if s.kind == kind] for kind in ("cold", "warm"))
 
     def of(starts: list[Start], value: Any, unit: str = "") -> str:
         return f"{median(map(value, starts)):.2f}{unit}" if starts else ""
 
-    table = [(phase, *(of(kind, lambda s, p=phase: s.seconds[p]) for kind in (cold, warm))) for phase in PHASES]
+    table: list[tuple[str, ...]] = [
+        (phase, *(of(kind, lambda s, p=phase: s.seconds[p]) for kind in (cold, warm))) for phase in PHASES
+    ]
     table.append(("total", *(of(kind, lambda s: s.total) for kind in (cold, warm))))
     table.append(("weights, GB/s", *(of(kind, _rate) for kind in (cold, warm))))
     table.append(("compiled programs", *(str(max((s.compilations for s in kind), default="")) for kind in (cold, warm))))

@@ -80,9 +80,8 @@ def bench(
         files = _Files(json_file, resume, csv_file, plot, compare)
         shapes = {"warmup": warmup, "repeats": repeats}
         shapes |= {name: engine[name] for name in ("prefill_chunk", "dtype", "kernels", "drafter")}
-        EngineConfig(
-            draft=max((k for k in lists["draft"] if k is not None), default=None), drafter=shapes["drafter"]
-        )  # a mistake should not wait for the corpus
+        most = max((k for k in lists["draft"] if k is not None), default=None)
+        EngineConfig(draft=most, drafter=str(engine["drafter"]))  # a mistake should not wait for the corpus
         _run(console, model, lists, kv, shapes, corpus, files, not no_verify)
 
 

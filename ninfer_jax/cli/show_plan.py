@@ -16,8 +16,11 @@ from ninfer_jax.planning.choose import Choice
 if TYPE_CHECKING:
     from ninfer_jax.planning.plan import Plan
 
-_COLOURS = ("blue", "cyan", "green", "magenta", "yellow", "red", "bright_blue", "bright_cyan", "bright_green", "bright_magenta")
-_COLOURS += ("dark_orange", "orchid", "chartreuse3", "sandy_brown", "steel_blue1", "plum1")  # as many as a plan has parts
+# As many as a plan has parts.
+_COLOURS = (
+    *("blue", "cyan", "green", "magenta", "yellow", "red", "bright_blue", "bright_cyan", "bright_green", "bright_magenta"),
+    *("dark_orange", "orchid", "chartreuse3", "sandy_brown", "steel_blue1", "plum1"),
+)
 _FREE = "grey50"
 GIB = 2**30
 

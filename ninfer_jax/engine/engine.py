@@ -133,7 +133,7 @@ class Engine:
             return resolve(model_config, words.tokenizer.vocab_size, choice.config, platform, weights.recipe)
 
         def smaller(more: int = 0) -> list[dict[str, Any]]:
-            return nearest(model_config, asked(choice.place.platform), choice.place, weights.recipe, drafts=not why, need_less=more)
+            return nearest(model_config, asked(place.platform), place, weights.recipe, drafts=not why, need_less=more)
 
         # Before the next line starts JAX, a card is asked through its driver.
         choice = allocator.reserve_for(lambda free: chosen(Place("cuda", "the card", free)), setup_of)
@@ -141,7 +141,7 @@ class Engine:
         if choice is None or platform == "cpu":
             device = jax.devices()[0]
             choice = chosen(Place(platform, device.device_kind, free_bytes(device)))
-        setup = setup_of(choice)
+        setup, place = setup_of(choice), choice.place
         if choice.chosen and not choice.fits and programs is None:  # stored programs know what they take, and no bound is asked
             raise refusal(choice, smaller(), SMALLER)
         if before is not None:

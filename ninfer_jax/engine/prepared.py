@@ -53,8 +53,8 @@ def prepared(
     """The directory, a checkpoint or an artifact, that an engine loads for MODEL.
 
     recipe: to convert it by; None for what the device wants (`default_recipe`), "none" for none. config: of that engine. say: told
-    what is fetched or converted before it is; None prints that to stderr. tell: called with (stage, done, in all). FileError and ValueError, one
-    line, for a model that cannot be had; nothing half-made is ever returned."""
+    what is fetched or converted before it is; None prints that to stderr. tell: called with (stage, done, in all). FileError and
+    ValueError, one line, for a model that cannot be had; nothing half-made is ever returned."""
     say, config = say or printed, config or EngineConfig()
     tokenizer = config.tokenizer
     if recipe not in (None, AS_IT_IS):
@@ -84,6 +84,7 @@ def prepared(
     job = job_of(model, snapshot or found, name, tokenizer)
     if (made := kept.finished(job)) is not None:
         return made
+    known_of(found.path)  # what is no model of this family should not wait for a conversion to be refused
     say(f"{job.model} is converted once, recipe {name}, into {job.place}")
 
     def run(folder: Path, lock: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, combinations, islice, product
-from typing import Any, Literal
+from typing import Any
 
 from ninfer_jax.config import MAX_CONTEXT, EngineConfig, ModelConfig, Recipe
 from ninfer_jax.planning.budget import Place
-from ninfer_jax.planning.choose import Choice, choose
+from ninfer_jax.planning.choose import OPEN, Asked, Choice, choose
 from pallas_kernels.kv_formats import FORMATS
 
 COUNT = 3
@@ -31,7 +31,7 @@ def nearest(
     model: ModelConfig,
     config: EngineConfig,
     place: Place,
-    recipe: Recipe | Literal["auto"] | None = None,
+    recipe: Recipe | Asked | None = None,
     *,
     drafts: bool = True,
     recipe_is_open: bool = False,
@@ -83,17 +83,17 @@ def refusal(choice: Choice, changes: list[dict[str, Any]], hint: str) -> DoesNot
 def _called(recipe: Any) -> Any:
     from ninfer_jax.config import recipe as recipe_called
 
-    return recipe_called(recipe) if isinstance(recipe, str) and recipe != "auto" else recipe
+    return recipe_called(recipe) if isinstance(recipe, str) and recipe not in OPEN else recipe
 
 
 def _milder(
-    model: ModelConfig, config: EngineConfig, recipe: Recipe | Literal["auto"] | None, recipe_is_open: bool
+    model: ModelConfig, config: EngineConfig, recipe: Recipe | Asked | None, recipe_is_open: bool
 ) -> Iterator[tuple[str, list[Any]]]:
     """Values that take less, of each field that is set, the mildest first."""
     if config.kv is not None:
         smaller = [name for name in FORMATS[FORMATS.index(config.kv) + 1 :] if name != "rk4v4"]  # as large as rk4v4-e8, and worse
         yield "kv", smaller
-    if recipe_is_open and recipe != "auto":
+    if recipe_is_open and (recipe is None or isinstance(recipe, Recipe)):
         at = _RECIPES.index(recipe.name) + 1 if recipe is not None and recipe.name in _RECIPES else 0
         yield "recipe", list(_RECIPES[at:])
     if config.slots not in (None, 1):

@@ -37,13 +37,13 @@ class Profile:
 def user_file(environment: Mapping[str, str] = os.environ) -> Path:
     """The user's own profiles, whether they are there or not."""
     base = environment.get("XDG_CONFIG_HOME")
-    return Path(base if base and Path(base).is_absolute() else Path.home() / ".config") / "ninfer-jax/profiles.toml"
+    return Path(base if base and Path(base).is_absolute() else Path.home() / ".config") / "ninfer_jax/profiles.toml"
 
 
 def profiles(file: Path | None = None) -> dict[str, Profile]:
     """All profiles by name; those in the user's file (`user_file` by default) go before the package's. ValueError, one line with
     file and key, for one that is damaged or has keys or values that are none."""
-    built_in = importlib.resources.files(__package__) / "profiles.toml"
+    built_in = importlib.resources.files("ninfer_jax.planning") / "profiles.toml"
     found = _read(built_in.read_text("utf-8"), "profiles.toml of the package")
     own = user_file() if file is None else file
     return found | (_read(read_text(own), str(own)) if own.exists() else {})

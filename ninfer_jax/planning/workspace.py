@@ -78,4 +78,4 @@ def recorded(model: ModelConfig, shape: Shape) -> Mapping[str, Any] | None:
 @functools.cache
 def table() -> tuple[Mapping[str, Any], ...]:
     """All that was recorded."""
-    return tuple(json.loads((importlib.resources.files(__package__) / "recorded.json").read_text("utf-8")))
+    return tuple(json.loads((importlib.resources.files("ninfer_jax.planning") / "recorded.json").read_text("utf-8")))

@@ -148,7 +148,7 @@ def another_architecture(checkpoint_dir):
 
 def a_quantised_checkpoint(checkpoint_dir):
     folder = checkpoint_dir(config={"quantization_config": {"quant_method": "awq"}})
-    return folder, {}, ("quantization_config", "convert the checkpoint first")
+    return folder, {}, ("lm_head.weight", "quantisation awq is not supported")
 
 
 def context_beyond_the_models(checkpoint_dir):
@@ -157,7 +157,7 @@ def context_beyond_the_models(checkpoint_dir):
 
 def no_directory(checkpoint_dir):
     folder = checkpoint_dir() / "nowhere"
-    return folder, {}, (str(folder), "No such file", "or `tiny` for the bundled one")
+    return folder, {}, (str(folder), "No such file", "or `tiny`")
 
 
 def a_truncated_prompt(checkpoint_dir):

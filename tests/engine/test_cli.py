@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +15,7 @@ from ninfer_jax.checkpoints import tiny_path
 from ninfer_jax.cli.main import app
 from ninfer_jax.engine.prefix_settings import open_prefixes
 from ninfer_jax.engine.prefixes import NoPrefixes
+from ninfer_jax.models import checked
 from ninfer_jax.text import NoTokenizer
 
 TEXT = "ROMEO.\nWhat lady is that, "
@@ -66,7 +68,7 @@ def invoke(monkeypatch, plain_engine, tmp_path):
     """Runs the command in this process with the engine loaded already; returns (stdout, stderr)."""
     asked = {}
 
-    def load(path, config, *, programs, verify, before, progress):
+    def load(path, config, *, programs, verify, recipe, before, progress, say):
         asked.update(path=path, config=config, programs=programs, verify=verify)
         progress("weights", 1, 1)
         progress("programs", 1, 1)
@@ -117,11 +119,11 @@ def test_messages_with_a_byte_order_mark(invoke, tmp_path):
 
 def test_the_model_argument(invoke, tmp_path, monkeypatch):
     invoke("tiny", "--prompt", TEXT, "--max-new", "1")
-    assert invoke.asked["path"] == tiny_path()
+    assert invoke.asked["path"] == "tiny" and checked("tiny").path == tiny_path()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()  # a directory of that name is what the user means
     invoke("tiny", "--prompt", TEXT, "--max-new", "1")
-    assert str(invoke.asked["path"]) == "tiny"
+    assert invoke.asked["path"] == "tiny" and checked("tiny").path == Path("tiny")
 
 
 def test_options_reach_the_configuration(invoke):

@@ -87,7 +87,9 @@ def test_the_command(engine, folder, monkeypatch):
     done = CliRunner().invoke(app, ["generate", str(folder), *flags])
     expected = engine.generate(IDS, SamplingParams(temperature=0, max_new_tokens=6)).tokens
     assert (
-        done.exit_code == 0 and done.stdout == ",".join(map(str, expected)) + "\n" and asked == {"path": folder, "tokenizer": None}
+        done.exit_code == 0
+        and done.stdout == ",".join(map(str, expected)) + "\n"
+        and asked == {"path": str(folder), "tokenizer": None}
     )
 
 

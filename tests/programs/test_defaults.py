@@ -50,7 +50,7 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         for module in (allocator, driver):
             monkeypatch.setattr(module, "card_memory", lambda: memory)
         monkeypatch.setattr(driver, "card_name", lambda: "NVIDIA GeForce RTX 4090")
-        monkeypatch.setattr(allocator, "_gpu_wanted", lambda environment: True)
+        monkeypatch.setattr(allocator, "gpu_wanted", lambda environment: True)
         monkeypatch.setattr(allocator, "settings", lambda need, free, total: {})
         monkeypatch.setattr("ninfer_jax.engine.memory.free_bytes", lambda device: FREE)
     return request.param
