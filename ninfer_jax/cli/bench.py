@@ -131,7 +131,6 @@ def _run(
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
     found = _chosen(path, geometry, lists, kv, shapes, platform)
     setup = resolve(geometry, tokenizer.vocab_size, found.config, platform, found.recipe)
-    tell_choice(console, found)
     shapes["prefill_chunk"] = setup.chunk
     if platform == "cpu":
         shapes["kernels"] = setup.kernels  # rows of other kernels are no rows of these
@@ -158,6 +157,7 @@ def _run(
         text = corpus.open_corpus(tokenizer, corpus_file, need, lambda done, total: bar.tell("tokenising the corpus", done, total))
         settings = replace(settings, corpus=text.name)
         results.write()  # a place that cannot be written should not wait for the first cell
+        tell_choice(console, found)
 
         def load(config: EngineConfig) -> Engine:
             words = f"context {config.context}, kv {config.kv}, K {config.draft}, drafter {config.drafter}, slots {config.slots}"

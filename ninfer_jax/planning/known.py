@@ -52,22 +52,39 @@ def known_of(name: str | Path | Preset, say: Say = printed, tell: Tell = lambda 
     place = name if isinstance(name, Preset) else shapes_in(str(name), say, tell)
     if isinstance(place, Preset):
         return Known(place, preset(place.name), None, True, True)
-    if place.is_file() or not (any(place.glob("*.safetensors")) or (place / "config.json").is_file()):
-        from ninfer_jax.checkpoints.sources import open_source
-
-        source = open_source(place)
-        model = ModelConfig.from_hf(source.config, source.tensors)
+    model = geometry_of(place)
+    if not is_plain(place):
         return Known(place, model, None, True, model.mtp_layers > 0, quantised=True)
-    model = ModelConfig.from_hf(place)
     if (place / MANIFEST).is_file():
         recipe, drafts = _of_manifest(place / MANIFEST)
         return Known(place, model, recipe, False, drafts)
     is_tiny = place.resolve() == tiny_path().resolve()
-    return Known(place, model, None, not is_tiny, _drafts(place, model), quantised=quantised_config(place))
+    return Known(place, model, None, not is_tiny, _drafts(place, model))
+
+
+def is_plain(place: Path) -> bool:
+    """Whether the weights are numbers as they are, or an artifact's, and no codes of another program's."""
+    return place.is_dir() and (place / "config.json").is_file() and not quantised_config(place)
+
+
+def geometry_of(place: Path) -> ModelConfig:
+    """The geometry that a directory or a GGUF file describes, whatever its weights are. ValueError for another model's."""
+    if is_plain(place):
+        return ModelConfig.from_hf(place)
+    if place.is_dir() and (place / "config.json").is_file() and not any(place.glob("*.safetensors")):
+        # Of the Hub, of which no weights are here yet.
+        config = read_object(place / "config.json")
+        inner = {k: v for k, v in config.get("text_config", {}).items() if k != "quantization_config"}
+        plain = {k: v for k, v in config.items() if k != "quantization_config"}
+        return ModelConfig.from_hf(plain | ({"text_config": inner} if inner else {}))
+    from ninfer_jax.checkpoints.sources import open_source
+
+    source = open_source(place)
+    return ModelConfig.from_hf(source.config, source.tensors)
 
 
 def _drafts(folder: Path, model: ModelConfig) -> bool:
-    if quantised_config(folder) or not any(folder.glob("*.safetensors")):  # of the Hub, of which no weights are here yet
+    if not any(folder.glob("*.safetensors")):  # of the Hub, of which no weights are here yet
         return model.mtp_layers > 0
     from ninfer_jax.checkpoints.checkpoint import Checkpoint
 

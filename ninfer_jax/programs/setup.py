@@ -18,6 +18,7 @@ from ninfer_jax.model import TextModel
 from ninfer_jax.models import Preset, shapes_in
 from ninfer_jax.planning.budget import Place
 from ninfer_jax.planning.choose import choose
+from ninfer_jax.planning.known import geometry_of
 from ninfer_jax.programs.programs import Programs
 from ninfer_jax.state import StateShape, state_shape
 from ninfer_jax.text import Tokenizer
@@ -112,10 +113,9 @@ def model_of(name: str | Path | Preset, tokenizer: str | None = "auto") -> tuple
     if isinstance(place, Preset):
         model, ids = preset(place.name), NAMED_IDS
     elif place.is_file() or not (any(place.glob("*.safetensors")) or (place / "config.json").is_file()):
-        source = open_source(place)
-        model = ModelConfig.from_hf(source.config, source.tensors)
-        ids = None if tokenizer is None else tokenizer_in(source).vocab_size
+        model = geometry_of(place)
+        ids = None if tokenizer is None else tokenizer_in(open_source(place)).vocab_size
     else:
-        model = ModelConfig.from_hf(place)
+        model = geometry_of(place)
         ids = None if tokenizer is None else Tokenizer.from_dir(place).vocab_size
     return model, model.vocab_size if tokenizer is None or ids is None else ids

@@ -35,8 +35,9 @@ def test_stdout_is_the_answer(plain_engine):
     expected = plain_engine.generate(TEXT, SamplingParams(temperature=0, max_new_tokens=24))
     done = run("tiny", "--prompt", TEXT, "--greedy", *COMMON)
     assert done.stdout == expected.text + "\n"
-    header, statistics = done.stderr.splitlines()
-    assert header.startswith(f"tiny on {plain_engine.device} ") and "context 512, kv f32, draft 0, slots 1" in header
+    chosen, header, statistics = done.stderr.splitlines()
+    assert chosen.startswith("auto: ")  # slots and drafts are left open
+    assert header.startswith(f"tiny on {plain_engine.device} ") and "context 512, kv f32, draft 3, slots 1" in header
     assert f"{expected.prompt_tokens} prompt tokens in " in statistics
     assert f"{len(expected.tokens)} tokens in " in statistics and f"finish {expected.finish_reason}" in statistics
 
@@ -49,6 +50,8 @@ def test_json_from_stdin_with_drafts(plain_engine):
     assert len(done.stdout.splitlines()) == 1
     answer = json.loads(done.stdout)
     stats = answer.pop("stats")
+    assert answer.pop("chosen") == ["pool"] and answer.pop("why")  # all else is set
+    assert answer.pop("configuration")["draft"] == 3
     assert answer == {
         "tokens": expected.tokens,
         "text": expected.text,

@@ -86,11 +86,8 @@ def test_the_command(engine, folder, monkeypatch):
     flags = ["--tokens", ",".join(map(str, IDS)), "--no-tokenizer", "--greedy", "--max-new", "6"]
     done = CliRunner().invoke(app, ["generate", str(folder), *flags])
     expected = engine.generate(IDS, SamplingParams(temperature=0, max_new_tokens=6)).tokens
-    assert (
-        done.exit_code == 0
-        and done.stdout == ",".join(map(str, expected)) + "\n"
-        and asked == {"path": str(folder), "tokenizer": None}
-    )
+    assert done.exit_code == 0 and done.stdout == ",".join(map(str, expected)) + "\n"
+    assert asked == {"path": str(folder), "tokenizer": None}
 
 
 def test_it_must_be_asked_for(folder):
