@@ -1,4 +1,4 @@
-"""A plan as a terminal shows it: a bar, and tables whose figures are never cut, whatever the width; and as a picture."""
+"""A plan as a terminal shows it, a bar and a table, and as a picture."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ninfer_jax import tables
 from ninfer_jax.config import PAGE
 from ninfer_jax.planning.choose import Choice
 
@@ -91,7 +91,7 @@ def compare(console: Console, plans: list[tuple[str, Plan]]) -> None:
 
 
 def figures(console: Console, header: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...]) -> None:
-    """A table; where it is wider than the console, a block of lines for each row instead: nothing is wrapped or cut."""
+    """A table with a line before the total."""
     table = Table()
     for at, column in enumerate(header):
         table.add_column(column, justify="right" if at in right else "left", no_wrap=True)
@@ -99,14 +99,7 @@ def figures(console: Console, header: tuple[str, ...], rows: list[tuple[str, ...
         if row[0] == "total":
             table.add_section()
         table.add_row(*row)
-    if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
-        console.print(table)
-        return
-    for name, *values in rows:
-        console.print(name, soft_wrap=True)
-        for column, value in zip(header[1:], values, strict=True):
-            if value:
-                console.print(f"  {column}: {value}", soft_wrap=True)
+    tables.show(console, table)
 
 
 def _bar(console: Console, made: Plan) -> None:
