@@ -21,13 +21,14 @@ from ninfer_jax import Engine, EngineConfig, SamplingParams
 from ninfer_jax.checkpoints import Artifact, tiny_path
 from ninfer_jax.checkpoints.convert import parameter_key
 from ninfer_jax.cli.main import app
-from ninfer_jax.cli.plan import _setup
 from ninfer_jax.config import ModelConfig
 from ninfer_jax.engine.convert import convert
 from ninfer_jax.engine.runner import Runner
 from ninfer_jax.engine.weights_in import ArtifactWeights, CheckpointWeights, stored_recipe
 from ninfer_jax.model import TextModel, parameters_of
+from ninfer_jax.planning.known import known_of
 from ninfer_jax.programs import Programs
+from ninfer_jax.programs.setup import resolve
 from ninfer_jax.text import Tokenizer
 from pallas_kernels.embedding import QuantisedRows, lookup
 from pallas_kernels.matmul import QuantisedWeight, dequantise
@@ -103,15 +104,24 @@ def test_a_config_of_another_model(tmp_path, gptq, refused):
 
 
 def test_plan_takes_the_formats_of_an_artifact(gptq):
-    path = str(gptq[0].path)
-    setup = _setup(path, None, "rtx4090", {"draft": 1})
-    assert setup.recipe == stored_recipe(gptq[0]) and setup.recipe.overrides["layers.0.mlp.down_proj"].group == 32
-    assert _setup(path, None, "cpu", {"kernels": "xla"}).recipe is None
-    assert _setup(path, None, "cpu", {"kernels": "cpu"}).recipe == setup.recipe
-    with pytest.raises(ValueError, match="--recipe q4: XLA's operations on a CPU have their weights expanded to --dtype"):
-        _setup("qwen3_8_27b", "q4", "cpu", {"kernels": "xla", "context": 8192})
-    with pytest.raises(ValueError, match="is an artifact"):
-        _setup(path, "q4", "rtx4090", {})
+    path = gptq[0].path
+    known = known_of(path)
+    assert known.recipe == stored_recipe(gptq[0]) and known.recipe.overrides["layers.0.mlp.down_proj"].group == 32
+    assert known.asked(None, "cuda") == known.asked(None, "cpu") == known.recipe
+
+    def recipe_on(platform: str, **fields: str):
+        return resolve(known.model, 100, EngineConfig(**fields), platform, known.recipe).recipe
+
+    assert recipe_on("cuda") == recipe_on("cpu", kernels="cpu") == known.recipe and recipe_on("cpu", kernels="xla") is None
+
+    def said(*words: str) -> str:
+        done = CliRunner().invoke(app, ["plan", *words])
+        assert done.exit_code == 1 and done.stderr.count("\n") == 1
+        return done.stderr
+
+    expanded = "--recipe q4: XLA's operations on a CPU have their weights expanded to --dtype"
+    assert expanded in said("qwen3_8_27b", "--recipe", "q4", "--target", "cpu", "--kernels", "xla", "--context", "8192")
+    assert "is an artifact" in said(str(path), "--recipe", "q4", "--target", "rtx4090")
 
 
 def test_drafting_needs_the_mtp_layer(tmp_path, tensors, recipe, refused):

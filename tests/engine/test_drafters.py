@@ -157,7 +157,7 @@ def test_a_model_without_an_mtp_head_is_told_what_can_draft(headless, drafter):
     "arguments, message",
     [
         (["--draft", "2"], "use draft 0 or drafter 'lookup'"),
-        (["--drafter", "lookup"], "drafter is 'lookup', but draft is 0"),
+        (["--draft", "0", "--drafter", "lookup"], "drafter is 'lookup', but draft is 0"),
         (["--draft", "2", "--drafter", "oracle"], "drafter is 'oracle', known are mtp, lookup, mtp+lookup, none"),
     ],
 )
