@@ -6,7 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from ninfer_jax.config import EngineConfig
+from ninfer_jax.config import RECIPES, EngineConfig, ModelConfig
 from ninfer_jax.config import recipe as recipe_called
 from ninfer_jax.engine.allocator import gpu_wanted
 from ninfer_jax.engine.convert_apart import convert_apart
@@ -34,11 +34,16 @@ def default_recipe(found: Found | hub.Snapshot, config: EngineConfig) -> str | N
     if not on_a_card():
         return "q4" if found.quantised else None  # codes of another program's: nothing runs them as they are
     known = known_of(found.path if isinstance(found, Found) else found.source)
+    return _card_recipe(known.model, known.drafts, found.quantised, config)
+
+
+def _card_recipe(model: ModelConfig, drafts: bool, quantised: bool, config: EngineConfig) -> str | None:
+    """The recipe that a card takes a checkpoint in; None for one that fits as it is."""
     place = card_here()
     if place is None:  # a card that this package has no name for
         free, total = card_memory() or (0, 0)
         place = Place("cuda", "the card", max(0, free - OUTSIDE), total)
-    chosen = choose(known.model, config, place, known.asked(None, "cuda"), known.drafts).recipe
+    chosen = choose(model, config, place, "codes" if quantised else "auto", drafts).recipe
     return chosen.name if chosen else None
 
 
@@ -62,11 +67,9 @@ def prepared(
     place = checked(model)
     if isinstance(place, HubName):
         before = hub.recorded(place)
-        # The artifact does without the files that it was made of, where a recipe says which it is.
-        if before is not None and (recipe or not on_a_card() or before.whole):
-            name = _wanted(recipe, before, config)
-            if name and (made := kept.finished(job_of(model, before, name, tokenizer))):
-                return made
+        # The artifact does without the files that it was made of.
+        if before is not None and (made := _made_before(model, before, recipe, config)) is not None:
+            return made
         snapshot = hub.fetch(place, say, tell)
         found, identity = found_in(snapshot), snapshot.identity
     else:
@@ -95,6 +98,21 @@ def prepared(
         return snapshot.whole if snapshot is not None else found.identity() == identity
 
     return kept.make(job, run, same, say)
+
+
+def _made_before(model: str | os.PathLike[str], before: hub.Snapshot, recipe: str | None, config: EngineConfig) -> Path | None:
+    """The artifact that was made of a snapshot, whose own files may be gone, for this recipe or this device."""
+
+    def made(name: str | None) -> Path | None:
+        return kept.finished(job_of(model, before, name, config.tokenizer)) if name else None
+
+    if recipe is not None or not on_a_card():
+        return made(_wanted(recipe, before, config))
+    there = {name: place for name in RECIPES if (place := made(name)) is not None}
+    if not there:
+        return None
+    known = known_of(next(iter(there.values())))
+    return there.get(_card_recipe(known.model, known.drafts, before.quantised, config) or AS_IT_IS)
 
 
 def _wanted(recipe: str | None, found: Found | hub.Snapshot, config: EngineConfig) -> str | None:

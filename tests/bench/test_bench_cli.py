@@ -53,7 +53,8 @@ def test_a_matrix_with_all_its_files(bench, tmp_path):
     assert len(table.read_text().splitlines()) == 5
     assert sorted(p.name for p in plots.iterdir()) == ["acceptance_by_draft.png", "memory_by_context.png", "speed_by_depth.png"]
     assert sum(line.startswith("│") for line in done.stdout.splitlines()) == 4
-    assert done.stderr.splitlines()[0] == "1 of 4: prompt 32, gen 6, depth 0, kv f32, K 3, slots 2, context 512: measured"
+    assert done.stderr.splitlines()[0].startswith("auto: pool 1,024 ")  # the rest is set
+    assert done.stderr.splitlines()[1] == "1 of 4: prompt 32, gen 6, depth 0, kv f32, K 3, slots 2, context 512: measured"
 
     assert bench.verified
     bench("--prompt", "8", "--gen", "2", *COMMON, "--no-verify")
