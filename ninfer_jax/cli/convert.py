@@ -15,6 +15,7 @@ from ninfer_jax.config import recipe as recipe_called
 from ninfer_jax.files import read_text, regular_file
 from ninfer_jax.model_path import TINY, destination_path
 from ninfer_jax.models import source_of
+from ninfer_jax.models.kept import size
 
 
 def convert(
@@ -61,8 +62,5 @@ def _run(console: Console, source: Path, destination: Path, recipe: Recipe, opti
     common.tell_notes(console, artifact.manifest["notes"])
     about = artifact.manifest["source"]["format"]
     console.print(
-        f"{destination}: {artifact.nbytes / 1e9:.2f} GB, recipe {recipe.name}, from {about}",
-        style="dim",
-        markup=False,
-        soft_wrap=True,
+        f"{destination}: {size(artifact.nbytes)}, recipe {recipe.name}, from {about}", style="dim", markup=False, soft_wrap=True
     )

@@ -134,7 +134,7 @@ def test_command(tmp_path, tensors):
     folder = formats.plain(tmp_path / "source", tensors)
     done = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "made"), "--recipe", "w8"])
     assert done.exit_code == 0 and done.stdout == "", done.output
-    assert "recipe w8, from safetensors BF16" in done.stderr
+    assert f": {Artifact.open(tmp_path / 'made').nbytes / 1e6:.1f} MB, recipe w8, from safetensors BF16" in done.stderr
     for arguments, said in (
         ([str(folder), str(tmp_path / "other"), "--recipe", "q3"], "recipe 'q3' is unknown"),
         ([str(tmp_path / "nothing"), str(tmp_path / "other")], "No such file"),
