@@ -32,6 +32,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.shapes import checkpoint  # noqa: E402
 from ninfer_jax import tables  # noqa: E402
+from ninfer_jax.models import kept  # noqa: E402
 
 TOKENS, MAX_NEW, SEED = 96, 6, 0
 PROMPT = "The quality of mercy is not strained"
@@ -89,7 +90,7 @@ def go_through(folder: Path, options: argparse.Namespace, steps: list[Step]) -> 
 
     extra = ["--miniature"] if options.miniature else []
     drawn = ("benchmarks.shapes.checkpoint", str(source), "--layers", str(options.layers), *extra)
-    step("checkpoint", *drawn, note=f"{size / 1e9:.2f} GB in BF16")
+    step("checkpoint", *drawn, note=f"{kept.size(size)} in BF16")
     cli = "ninfer_jax.cli.main"
     conversion = (cli, "convert", str(source), str(artifact), "--recipe", options.recipe)
     converted = step(f"convert {options.recipe}", *conversion, note="{rate:.0f} MB/s of BF16")
@@ -97,7 +98,7 @@ def go_through(folder: Path, options: argparse.Namespace, steps: list[Step]) -> 
     asked = ("plan", str(artifact), "--target", "cpu", "--draft", "3", *shapes, "--compiled", "--json")
     planned = json.loads(step("plan", cli, *asked).out)
     need = planned["total_bytes"] - planned["executables_bytes"]
-    steps[-1] = dataclasses.replace(steps[-1], note=f"{need / 1e9:.2f} GB for {options.dtype} on a CPU")
+    steps[-1] = dataclasses.replace(steps[-1], note=f"{kept.size(need)} for {options.dtype} on a CPU")
     request = ("--prompt", PROMPT, "--greedy", "--max-new", str(MAX_NEW), "--json")
     plain = json.loads(step("generate, no drafts", cli, "generate", str(artifact), *request, *shapes, "--draft", "0").out)["tokens"]
     named = min(config["vocab_size"], 1024 if options.miniature else 248_077)

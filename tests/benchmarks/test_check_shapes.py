@@ -113,6 +113,7 @@ def test_refusals(tmp_path, monkeypatch, capsys):
 
 def test_a_step_that_fails_ends_it_and_leaves_nothing(tmp_path, capsys):
     assert check_shapes.main(["--miniature", "--dir", str(tmp_path / "new"), "--recipe", "q5"]) == 1
-    error = capsys.readouterr().err
-    assert "convert q5: exit 1: error: recipe 'q5' is unknown" in error
+    said = capsys.readouterr()
+    assert "convert q5: exit 1: error: recipe 'q5' is unknown" in said.err
+    assert f"{checkpoint.nbytes(checkpoint.text_config(4, miniature=True)) / 1e6:.1f} MB in BF16" in said.out
     assert not (tmp_path / "new").exists()
